@@ -1,0 +1,69 @@
+SHELL := bash
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help venv demo test lint typecheck coverage bench docs clean
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+BASE := $(VENV)/.installed-base
+DEV := $(VENV)/.installed-dev
+
+# One torch thread per test worker: more only makes the workers wait for each other.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov
+
+# $(1): what to install. One dot per package; pip's own words go to a log, whose end is shown on failure.
+define install
+	@echo "Installing $(1) into $(VENV) (minutes the first time; log: $(VENV)/pip.log)"
+	@$(PYTHON) -m venv $(VENV)
+	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+		-c constraints.txt -e '$(1)' 2>&1 | tee $(VENV)/pip.log | awk \
+		'/^ *(Collecting|Processing) / { printf "."; fflush() } \
+		/^Installing collected/ { printf " unpacking"; fflush() } \
+		/^Successfully installed/ { printf " done" } \
+		END { print "" }' || { tail -n 25 $(VENV)/pip.log; exit 1; }
+endef
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(DEV)  ## set up ./.venv for development
+
+demo: $(BASE)  ## run examples/quickstart.py
+	$(BIN)/python examples/quickstart.py
+
+test: lint typecheck  ## lint, types, tests, doctests and the coverage threshold
+	$(PYTEST) $(PYTEST_ARGS)
+
+lint: $(DEV)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(DEV)  ## mypy, strict
+	$(BIN)/mypy
+
+coverage: $(DEV)  ## tests with a coverage page in htmlcov/
+	$(PYTEST) --cov-report=term --cov-report=html $(PYTEST_ARGS)
+
+bench: $(DEV)  ## run every script in bench/
+	@shopt -s nullglob; scripts=(bench/[!_]*.py); \
+	if [ $${#scripts[@]} -eq 0 ]; then echo "bench/ holds no benchmark yet: nothing was run."; fi; \
+	for script in "$${scripts[@]}"; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+docs: $(DEV)  ## check that the generated tables in docs/ are current
+	$(BIN)/python docs/generate.py --check
+
+clean:  ## remove the environment, caches and build outputs
+	rm -rf $(VENV) build dist src/*.egg-info htmlcov .coverage .coverage.* \
+		.pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The development install holds everything the base install does, so it marks both.
+$(DEV): pyproject.toml constraints.txt
+	$(call install,.[dev])
+	@touch $(BASE) $(DEV)
+
+$(BASE): pyproject.toml constraints.txt
+	$(call install,.[sklearn,cli])
+	@touch $(BASE)

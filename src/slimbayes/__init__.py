@@ -1,0 +1,74 @@
+"""slimbayes: make any PyTorch network Bayesian for about one percent more parameters.
+
+>>> import torch, slimbayes as sb
+>>> net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+>>> model = sb.bayesianize(net, sb.Rank1(components=4))
+>>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+>>> loss = sb.elbo(sb.draw(model, x), y, model, num_data=1000).loss
+>>> sb.predict(model, x, samples=8).mean.shape
+torch.Size([8, 3])
+"""
+
+from slimbayes import models
+from slimbayes.checkpoint import CheckpointError, load, save
+from slimbayes.context import RowError
+from slimbayes.convert import bayesianize
+from slimbayes.draws import draw
+from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian
+from slimbayes.methods import (
+    ECMP,
+    EMP,
+    BatchEnsemble,
+    DeepEnsemble,
+    Deterministic,
+    DropConnect,
+    KTied,
+    MCDropout,
+    MeanField,
+    Rank1,
+)
+from slimbayes.objective import ELBO, LinearAnnealing, StepAnnealing, elbo, kl, parameter_groups
+from slimbayes.predict import predict
+from slimbayes.predictive import Predictive
+from slimbayes.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
+from slimbayes.summary import Summary, summary
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ECMP",
+    "ELBO",
+    "EMP",
+    "BatchEnsemble",
+    "Bernoulli",
+    "Categorical",
+    "Cauchy",
+    "CheckpointError",
+    "DeepEnsemble",
+    "Deterministic",
+    "DropConnect",
+    "Gaussian",
+    "HalfCauchy",
+    "HeNormal",
+    "KTied",
+    "LinearAnnealing",
+    "LogNormal",
+    "MCDropout",
+    "MeanField",
+    "Normal",
+    "Predictive",
+    "Rank1",
+    "RowError",
+    "StepAnnealing",
+    "Summary",
+    "bayesianize",
+    "draw",
+    "elbo",
+    "kl",
+    "load",
+    "models",
+    "parameter_groups",
+    "predict",
+    "save",
+    "summary",
+]

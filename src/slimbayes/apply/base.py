@@ -1,0 +1,132 @@
+"""What rules and operations share: the operation's geometry, the rule's protocol, factors on rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes import distributions as d
+from slimbayes.context import Frame
+
+Inputs = tuple[Any, ...]
+KLTerm = tuple[str, Any, Any, str]  # (name of the random tensor, q, p, reduction over components)
+
+
+class Slot(NamedTuple):
+    """One float input of an operation: its position among the inputs, its channel axis and size."""
+
+    index: int
+    axis: int
+    size: int
+
+
+class Operation(nn.Module, ABC):
+    """A layer seen by a rule: tensors, geometry, and two ways to run it. Rows are always axis 0."""
+
+    weight: Tensor
+    bias: Tensor | None
+    linear: ClassVar[bool]  # linear in the weight and in every input
+    float_input: ClassVar[bool]  # the input is numbers, not indices
+    matrix_weight: ClassVar[bool]  # the weight has at least two axes
+    is_matrix: ClassVar[bool]  # a plain matrix product, so that a k-tied variance has a thin form
+    output_axis: ClassVar[int]  # channel axis of the output
+
+    @property
+    @abstractmethod
+    def input_slots(self) -> tuple[Slot, ...]:
+        """Float inputs that a factor can scale; empty for embeddings."""
+
+    @property
+    @abstractmethod
+    def output_size(self) -> int:
+        """Channels of the output."""
+
+    @property
+    @abstractmethod
+    def fan_in(self) -> int:
+        """Inputs that one output unit sums over: sets the He prior's scale."""
+
+    @abstractmethod
+    def matrix_sides(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The k-tied factors of the weight's matrix as (input side, output side)."""
+
+    @abstractmethod
+    def compute(self, inputs: Inputs, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Run torch's own kernel with this weight and bias."""
+
+    @abstractmethod
+    def grouped(self, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Run with one weight and bias per group of rows: [groups, *shape]."""
+
+
+class Rule(nn.Module, ABC):
+    """How one layer's random tensors are sampled and applied."""
+
+    name: str
+
+    @abstractmethod
+    def forward(self, op: Operation, inputs: Inputs) -> Tensor:
+        """The layer's output for these inputs."""
+
+    @abstractmethod
+    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
+        """The pairs whose KL this layer adds."""
+
+    @abstractmethod
+    def means(self, op: Operation) -> Iterator[Tensor]:
+        """The layer's own tensors whose prior is in the KL: weight decay would count it twice."""
+
+
+def rowwise(
+    x: Tensor, factor: Tensor, axis: int, frame: Frame, combine: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Combine rows ``x`` [R, ...] with a factor [K, S, B or 1, C] along the channel ``axis`` of x."""
+    shape = [1] * (x.dim() - 1)
+    shape[axis if axis < 0 else axis - 1] = factor.shape[-1]
+    factor = factor.to(x.dtype).reshape(*factor.shape[:3], 1, *shape)  # [K, S, B or 1, 1, ..., C, ...]
+    x = x.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra))
+    return combine(x, factor).flatten(0, 3)  # [R, ...]
+
+
+def sample(spread: d.Spread, frame: Frame, source: str, per_example: bool, component_axis: bool) -> Tensor:
+    """Samples [K, S, B or 1, *shape] of a spread; its own leading axis is K when ``component_axis``."""
+    loc = spread.loc
+    shape = tuple(loc.shape[1:] if component_axis else loc.shape)
+    if spread.noise is None or frame.noise == "mean":
+        point = spread.point()
+        return point[:, None, None] if component_axis else point[None, None, None]
+    noise = frame.noise_like(spread.noise, source, shape, loc.dtype, loc.device, per_example)
+    if not component_axis:
+        return spread.from_noise(noise)
+    # [K, S, E, *shape]: move K next to the shape so that loc [K, *shape] broadcasts, and back.
+    return spread.from_noise(noise.permute(1, 2, 0, *range(3, noise.dim()))).permute(
+        2, 0, 1, *range(3, noise.dim())
+    )
+
+
+def scale_inputs(
+    op: Operation,
+    inputs: Inputs,
+    factor: Tensor,
+    frame: Frame,
+    combine: Callable[[Tensor, Tensor], Tensor],
+) -> Inputs:
+    """Combine every float input of the operation with its part of the factor [K, S, B or 1, Σ channels]."""
+    changed = list(inputs)
+    start = 0
+    for slot in op.input_slots:
+        part = factor[..., start : start + slot.size]
+        changed[slot.index] = rowwise(inputs[slot.index], part, slot.axis, frame, combine)
+        start += slot.size
+    return tuple(changed)
+
+
+def per_draw(op: Operation, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Run an operation with one weight per draw, [draws, *shape]: torch's own kernel when there is one draw."""
+    if weight.shape[0] == 1:
+        return op.compute(inputs, weight[0], None if bias is None else bias[0])
+    return op.grouped(inputs, weight, bias)

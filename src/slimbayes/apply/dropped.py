@@ -1,0 +1,60 @@
+"""Bernoulli masks on the inputs of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from slimbayes import context
+from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, rowwise
+from slimbayes.context import Frame
+
+
+class DroppedRule(Rule):
+    """y = op(x ∘ b/(1 − rate), W) with b Bernoulli: per element, or per channel of every example."""
+
+    def __init__(self, name: str, rate: float, per_channel: bool) -> None:
+        super().__init__()
+        self.name = name
+        self.rate = rate
+        self.per_channel = per_channel
+
+    def forward(self, op: Operation, inputs: Inputs) -> Tensor:
+        """The layer's output for these inputs."""
+        frame = context.frame(self.name, inputs[0].shape[0])
+        if frame.noise != "mean" and self.rate > 0:
+            changed = list(inputs)
+            for slot in op.input_slots:
+                source = f"{self.name}.mask{slot.index}"
+                axis = slot.axis if self.per_channel else None
+                changed[slot.index] = dropped(inputs[slot.index], frame, source, self.rate, axis)
+            inputs = tuple(changed)
+        return op.compute(inputs, op.weight, op.bias)
+
+    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
+        """No KL: a Bernoulli posterior's prior is the optimizer's weight decay."""
+        return iter(())
+
+    def means(self, op: Operation) -> Iterator[Tensor]:
+        """None: everything is under weight decay."""
+        return iter(())
+
+
+def dropped(x: Tensor, frame: Frame, source: str, rate: float, channel_axis: int | None) -> Tensor:
+    """Drop elements of x [R, ...] (whole channels when ``channel_axis`` is given), scaled to mean one."""
+    per_example = frame.noise == "example"
+    dtype = torch.promote_types(x.dtype, torch.float32)  # 16-bit uniforms are too coarse for small rates
+    if rate >= 1.0:
+        return torch.zeros_like(x)
+    if channel_axis is not None:
+        channels = (x.shape[channel_axis],)
+        mask = frame.once(
+            source, lambda: frame.noise_like("uniform", source, channels, dtype, x.device, per_example)
+        )
+        return rowwise(x, (mask >= rate) / (1.0 - rate), channel_axis, frame, torch.mul)
+    shape = (frame.extra, *x.shape[1:])
+    noise = frame.noise_like("uniform", source, shape, dtype, x.device, per_example)
+    mask = (noise >= rate).to(x.dtype) / (1.0 - rate)  # [K, S, B or 1, extra, ...]
+    return (x.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra)) * mask).flatten(0, 3)

@@ -1,0 +1,106 @@
+"""Component indices: one per draw (EMP), or one per draw and element (ECMP)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes import context
+from slimbayes import distributions as d
+from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, per_draw
+from slimbayes.context import Frame
+from slimbayes.priors import Prior
+
+
+class Mixing(nn.Module):
+    """The categorical law of a component index: uniform, or learned through ``logits``."""
+
+    def __init__(self, name: str, components: int, learn: bool, like: Tensor) -> None:
+        super().__init__()
+        self.name = name
+        self.components = components
+        self.logits: nn.Parameter | None
+        if learn:
+            self.logits = nn.Parameter(torch.zeros(components, dtype=like.dtype, device=like.device))
+        else:
+            self.register_parameter("logits", None)
+
+    def log_probs(self, like: Tensor) -> Tensor:
+        """log p_k, [K]."""
+        logits = like.new_zeros(self.components) if self.logits is None else self.logits
+        return logits.log_softmax(0)
+
+    def draw(self, frame: Frame, which: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Indices [draws, *shape]; a learned law leaves their log-probability with the draw, for ``elbo``."""
+        source = f"{self.name}.{which}"
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        known = frame.draw is not None and source in frame.draw.cache
+
+        def make() -> Tensor:
+            u = frame.noise_like("uniform", source, shape, dtype, like.device, False).flatten(0, 2)
+            if self.logits is None:
+                index = (u * self.components).long()
+            else:
+                edges = self.log_probs(like).detach().to(dtype).exp().cumsum(0)
+                index = torch.searchsorted(edges, u, right=True)
+            return index.clamp(max=self.components - 1)  # rounding: u can reach 1 and edges can end below it
+
+        index = frame.once(source, make)
+        if self.logits is not None and frame.draw is not None and not known:
+            chosen = self.log_probs(like)[index]
+            frame.draw.log_probs[source] = chosen.reshape(frame.draws, -1).sum(1)  # [draws]
+        return index
+
+
+class IndexedRule(Rule):
+    """Weight and bias have K versions; an index per draw (or per draw and element) chooses among them."""
+
+    def __init__(self, name: str, mixing: Mixing, per_element: bool, prior: Prior | None) -> None:
+        super().__init__()
+        self.name = name
+        self.mixing = mixing
+        self.per_element = per_element
+        self.prior = prior
+
+    def forward(self, op: Operation, inputs: Inputs) -> Tensor:
+        """The layer's output for these inputs."""
+        frame = context.frame(self.name, inputs[0].shape[0])
+        if frame.noise == "mean":
+            weight, bias = (
+                self._patch(op.weight).point(),
+                None if op.bias is None else self._patch(op.bias).point(),
+            )
+            return op.compute(inputs, weight, bias)
+        if self.per_element:
+            weight = self._elements(op.weight, "weight", frame)
+            return per_draw(
+                op, inputs, weight, None if op.bias is None else self._elements(op.bias, "bias", frame)
+            )
+        index = self.mixing.draw(frame, "index", (), op.weight)
+        bias = None if op.bias is None else op.bias.index_select(0, index)
+        return per_draw(op, inputs, op.weight.index_select(0, index), bias)
+
+    def _elements(self, points: Tensor, which: str, frame: Frame) -> Tensor:
+        index = self.mixing.draw(frame, which, tuple(points.shape[1:]), points)
+        return points.gather(0, index)
+
+    def _patch(self, points: Tensor) -> d.Patch:
+        probs = self.mixing.log_probs(points).exp()
+        return d.Patch(points, probs, points[0].numel() if self.per_element else 0)
+
+    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
+        """The pairs whose KL this layer adds."""
+        if self.prior is None:
+            return
+        for which, points in (("weight", op.weight), ("bias", op.bias)):
+            if points is not None:
+                patch = self._patch(points)
+                if not self.per_element and which == "weight":
+                    patch.indices = 1  # one index serves weight and bias together
+                yield f"{self.mixing.name}.{which}", patch, self.prior.distribution(points), "sum"
+
+    def means(self, op: Operation) -> Iterator[Tensor]:
+        """None: the components are under weight decay, as in the paper's experiments."""
+        return iter(())

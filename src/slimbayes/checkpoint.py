@@ -1,0 +1,270 @@
+"""``save`` and ``load``: one safetensors file whose JSON header says how the network was converted.
+
+Loading never executes code: tensors are raw bytes, the header is JSON, and methods and priors are looked up
+by name in closed tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from slimbayes import priors
+from slimbayes.convert import bayesianize
+from slimbayes.methods import METHODS, DeepEnsemble, Deterministic, Method
+from slimbayes.record import ATTRIBUTE, Record, find_record, unwrap
+
+FORMAT = 1
+HEADER = "slimbayes"
+PRIORS: dict[str, type[priors.Prior]] = {
+    kind.__name__: kind
+    for kind in (priors.Normal, priors.Cauchy, priors.LogNormal, priors.HalfCauchy, priors.HeNormal)
+}
+Network = TypeVar("Network", bound=nn.Module)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, with the reason and the remedy."""
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the converted model's tensors and conversion to one file, whole or not at all.
+
+    >>> import slimbayes as sb, tempfile, os
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
+    >>> path = os.path.join(tempfile.mkdtemp(), "net.safetensors")
+    >>> sb.save(net, path)
+    >>> again = sb.load(nn.Linear(3, 2), path)
+    >>> bool((again.bayes.r.loc == net.bayes.r.loc).all())
+    True
+    """
+    inner = unwrap(model)
+    record: Record | None = inner.__dict__.get(ATTRIBUTE)
+    if record is None:
+        find_record(model)  # says that nothing was converted
+        raise CheckpointError(
+            "only a part of this model was converted: save that part, as sb.load takes its network"
+        )
+    tensors, aliases = _tensors(inner)
+    header = {
+        "format": FORMAT,
+        "architecture": type(inner).__name__.removeprefix("Ensembled"),
+        "methods": [_method_to_json(record, i) for i in range(len(record.methods))],
+        "layers": record.layers,
+        "aliases": aliases,
+    }
+    header["sha256"] = _digest(header, tensors)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".partial")
+    os.close(handle)
+    try:
+        save_file(tensors, name, metadata={HEADER: json.dumps(header)})
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(name, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def load(network: Network, path: str | os.PathLike[str]) -> Network:
+    """Convert the plain ``network`` as the saved one was and give it the saved weights, bit for bit.
+
+    A network that was already converted in the same way is accepted too. Returns the same network.
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"load takes the plain network and a path, got {type(network).__name__} as network")
+    header, tensors = _read(Path(path))
+    methods = [_method_from_json(entry, path) for entry in header["methods"]]
+    existing: Record | None = network.__dict__.get(ATTRIBUTE)
+    if existing is not None:
+        _check_same(existing, header, path)
+    else:
+        _check_architecture(network, header, tensors, path)
+        _convert_like(network, methods, header["layers"])
+    expected = network.state_dict()
+    _check_tensors(expected, tensors, path)
+    network.load_state_dict(tensors, strict=True)
+    return network
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The state_dict with every storage once, and which names are aliases of which."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"the state entry {name!r} is not a tensor ({type(value).__name__}); it cannot be saved"
+            )
+        place = (value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+        if value.numel() and place in seen:
+            aliases[name] = seen[place]
+            continue
+        seen[place] = name
+        tensors[name] = value.detach().cpu().contiguous().clone()
+    return tensors, aliases
+
+
+def _digest(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    content = {key: value for key, value in header.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} is not a whole safetensors file ({error}); it was truncated or is of another kind. "
+            f"Use an earlier checkpoint"
+        ) from error
+    if HEADER not in metadata:
+        raise CheckpointError(
+            f"{str(path)!r} was not written by sb.save; load plain weights with load_state_dict"
+        )
+    try:
+        header = json.loads(metadata[HEADER])
+        known = header["format"]
+        intact = header["sha256"] == _digest(header, tensors)
+        aliases = dict(header["aliases"])
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the header of {str(path)!r} is damaged ({error!r}); use an earlier checkpoint"
+        ) from error
+    if known != FORMAT:
+        raise CheckpointError(
+            f"{str(path)!r} has format {known!r}, and this version reads {FORMAT}: update slimbayes"
+        )
+    if not intact:
+        raise CheckpointError(
+            f"the contents of {str(path)!r} do not match their checksum: the file was damaged or changed after it "
+            f"was saved. Use an earlier checkpoint"
+        )
+    tensors.update({name: tensors[original] for name, original in aliases.items()})
+    return header, tensors
+
+
+def _method_to_json(record: Record, index: int) -> dict[str, Any]:
+    method = record.methods[index]
+    options: dict[str, Any] = {}
+    for item in dataclasses.fields(method):  # type: ignore[arg-type]
+        value = getattr(method, item.name)
+        if isinstance(value, priors.Prior):
+            value = {"family": type(value).__name__, **dataclasses.asdict(value)}  # type: ignore[call-overload]
+        elif item.name == "patch" and not all(isinstance(entry, str) for entry in value):
+            value = [name for name, rule in record.layers.items() if rule == index]
+        elif callable(value):
+            value = True  # a custom re-initialiser has done its work
+        options[item.name] = value
+    return {"name": type(method).__name__, "options": options}
+
+
+def _method_from_json(entry: dict[str, Any], path: str | os.PathLike[str]) -> Method:
+    try:
+        kind = METHODS[entry["name"]]
+        options = dict(entry["options"])
+        for key, value in options.items():
+            if isinstance(value, dict):
+                fields = dict(value)
+                options[key] = PRIORS[fields.pop("family")](**fields)
+            elif isinstance(value, list):
+                options[key] = tuple(value)
+        return kind(**options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} names a method that this version does not know: {entry!r}"
+        ) from error
+
+
+def _check_same(existing: Record, header: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    mine = [_method_to_json(existing, i) for i in range(len(existing.methods))]
+    # Compare as JSON does: tuples and lists are alike there.
+    if json.dumps(mine) != json.dumps(header["methods"]) or existing.layers != header["layers"]:
+        names = ", ".join(entry["name"] for entry in header["methods"])
+        have = ", ".join(entry["name"] for entry in mine)
+        raise CheckpointError(
+            f"{str(path)!r} holds a network converted by {names}, and the given network is already converted by "
+            f"{have} with other options or layers; pass the plain network to sb.load"
+        )
+
+
+def _check_architecture(
+    network: nn.Module, header: dict[str, Any], tensors: dict[str, Tensor], path: str | os.PathLike[str]
+) -> None:
+    modules = dict(network.named_modules())
+    missing = [name for name in header["layers"] if name not in modules]
+    state = network.state_dict()
+    absent = [name for name in state if name not in tensors]
+    wrong = [
+        f"{name} {tuple(value.shape)} against {tuple(tensors[name].shape)}"
+        for name, value in state.items()
+        if name in tensors and value.shape not in (tensors[name].shape, tensors[name].shape[1:])
+    ]
+    if missing or absent or wrong:
+        what = (
+            f"layers {missing[:4]} are not in the network" if missing
+            else f"tensors {absent[:4]} are not in the checkpoint" if absent
+            else f"shapes differ: {'; '.join(wrong[:4])}"
+        )  # fmt: skip
+        raise CheckpointError(
+            f"{str(path)!r} holds another architecture ({header.get('architecture')}) than the given "
+            f"{type(network).__name__}: {what}"
+        )
+
+
+def _check_tensors(
+    expected: dict[str, Any], tensors: dict[str, Tensor], path: str | os.PathLike[str]
+) -> None:
+    extra = sorted(set(tensors) - set(expected))
+    absent = sorted(set(expected) - set(tensors))
+    wrong = [n for n in expected if n in tensors and expected[n].shape != tensors[n].shape]
+    if extra or absent or wrong:
+        raise CheckpointError(
+            f"{str(path)!r} does not fit this network: not in the network {extra[:4]}, not in the checkpoint "
+            f"{absent[:4]}, of another shape {wrong[:4]}"
+        )
+
+
+def _convert_like(network: nn.Module, methods: list[Method], layers: dict[str, int]) -> None:
+    rules: list[Any] = []
+    originals: list[Method] = []
+    for index, method in enumerate(methods):
+        names = {name for name, rule in layers.items() if rule == index}
+        if not names:
+            continue
+        originals.append(method)
+        if isinstance(method, DeepEnsemble):
+            method = dataclasses.replace(method, reinitialize=False)
+        rules.append((None if names == {""} and isinstance(method, DeepEnsemble) else _named(names), method))
+    with torch.random.fork_rng(devices=[]):
+        bayesianize(network, rules or [(None, Deterministic())])
+    record: Record = network.__dict__[ATTRIBUTE]
+    record.methods = tuple(originals) or record.methods
+
+
+def _named(names: set[str]) -> Any:
+    return lambda name, module: name in names

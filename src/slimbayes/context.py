@@ -1,0 +1,178 @@
+"""What a layer may know of the draw it is in: rows, components, noise mode, key."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from slimbayes.keyed import keyed_noise, layer_key
+
+NOISE_MODES = ("example", "shared", "mean")
+
+# Hashing is plain Python: the compiler takes the key as a constant and guards on the seed.
+_constant_layer_key = torch.compiler.assume_constant_result(layer_key)
+
+
+class RowError(ValueError):
+    """A converted layer met an input whose first axis is not the rows of the draw."""
+
+
+@dataclass
+class Draw:
+    """One folded pass: rows are ``[components, samples, batch]``, component-major."""
+
+    components: int
+    samples: int
+    batch: int
+    noise: str = "example"
+    seed: int | None = None
+    first_sample: int = 0
+    first_example: int = 0
+    component_ids: Tensor | None = None
+    cache: dict[str, Tensor] = field(default_factory=dict)
+    log_probs: dict[str, Tensor] = field(default_factory=dict)
+    rows_seen: dict[str, int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that the network sees."""
+        return self.components * self.samples * self.batch
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.current: Draw | None = None
+
+
+_STATE = _State()
+
+
+def current_draw() -> Draw | None:
+    """Return the draw in progress in this thread, or None outside of one."""
+    return _STATE.current
+
+
+class activate:  # noqa: N801 - reads as a verb in a with statement
+    """Make ``draw`` the one that converted layers see inside the with block."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self.outer: Draw | None = None
+
+    def __enter__(self) -> Draw:
+        self.outer = _STATE.current
+        _STATE.current = self.draw
+        return self.draw
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _STATE.current = self.outer
+
+
+@dataclass
+class Frame:
+    """The rows of one layer call: ``[components, samples, batch, extra]``, outermost first.
+
+    ``extra`` counts what the network folded into its rows after the draw (windows, patches, time).
+    """
+
+    components: int
+    samples: int
+    batch: int
+    extra: int
+    noise: str
+    draw: Draw | None
+
+    @property
+    def draws(self) -> int:
+        """Number of draws, components × samples."""
+        return self.components * self.samples
+
+    def pick(self, tensor: Tensor) -> Tensor:
+        """Rows of a ``[K, ...]`` tensor that take part in this draw."""
+        if self.draw is None or self.draw.component_ids is None:
+            return tensor
+        return tensor.index_select(0, self.draw.component_ids)
+
+    def noise_like(
+        self,
+        kind: str,
+        source: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        per_example: bool,
+    ) -> Tensor:
+        """Standard noise ``[components, samples, batch or 1, *shape]``; keyed when the draw has a seed."""
+        examples = self.batch if per_example else 1
+        draw = self.draw
+        if draw is None or draw.seed is None:
+            size = (self.components, self.samples, examples, *shape)
+            return _fresh_noise(kind, size, dtype, device)
+        component_ids = draw.component_ids
+        if component_ids is None:
+            component_ids = torch.arange(self.components, device=device)
+        sample_ids = torch.arange(self.samples, device=device) + draw.first_sample
+        example_ids = torch.arange(examples, device=device) + draw.first_example if per_example else None
+        key = _constant_layer_key(draw.seed, source)
+        return keyed_noise(kind, key, 0, component_ids, sample_ids, example_ids, shape, dtype, device)
+
+    def once(self, key: str, make: Callable[[], Tensor]) -> Tensor:
+        """Sample ``key`` once per draw: a module used twice, or tied to another, keeps one sample."""
+        if self.draw is None:
+            return make()
+        cache = self.draw.cache
+        if key not in cache:
+            cache[key] = make()
+        return cache[key]
+
+
+def _fresh_noise(kind: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if kind == "normal":
+        return torch.randn(size, dtype=dtype, device=device)
+    uniform = torch.rand(size, dtype=dtype, device=device)
+    if kind == "uniform":
+        return uniform
+    if kind == "sign":
+        return (uniform < 0.5).to(dtype).mul(2.0).sub(1.0)
+    if kind == "cauchy":
+        return torch.tan(torch.pi * (uniform - 0.5))
+    raise ValueError(f"unknown kind of noise {kind!r}; use 'normal', 'uniform', 'sign' or 'cauchy'")
+
+
+def frame(layer: str, rows: int, components: int = 1) -> Frame:
+    """Split the ``rows`` that layer ``layer`` sees into draws, examples and what is folded after them."""
+    draw = _STATE.current
+    if draw is None:
+        if rows % components != 0:
+            raise RowError(
+                f"layer {layer!r} got {rows} rows, which its {components} components do not divide. "
+                f"Outside sb.draw rows are taken as already tiled, component-major: call "
+                f"sb.draw(model, x), or pass x.repeat({components}, ...)."
+            )
+        return Frame(components, 1, rows // components, 1, "example", None)
+    if draw.rows_seen is not None:
+        draw.rows_seen[layer] = rows
+    if rows % draw.rows != 0 or rows == 0:
+        raise RowError(row_message(layer, rows, draw))
+    return Frame(draw.components, draw.samples, draw.batch, rows // draw.rows, draw.noise, draw)
+
+
+def row_message(layer: str, rows: int, draw: Draw) -> str:
+    """Explain which layer lacks the row axis, and the remedies."""
+    return (
+        f"layer {layer!r} got an input whose first dimension is {rows}, but this draw folds "
+        f"{draw.components} components x {draw.samples} samples x {draw.batch} examples = {draw.rows} rows "
+        f"into the first dimension, and the input must keep them outermost. If the input is a table shared "
+        f"by the batch ([T, T] or [1, T]), expand it over the batch before this layer, or leave the layer "
+        f"out with exclude={layer!r}."
+    )

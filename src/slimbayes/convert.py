@@ -1,0 +1,319 @@
+"""``bayesianize``: choose layers, retype them in place, and remember what was done and what was left alone."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+
+from slimbayes.layers import UNSUPPORTED, converted_class
+from slimbayes.layers.base import Converted
+from slimbayes.layers.dropout import ACTIVE
+from slimbayes.layers.ensembled import ensemble
+from slimbayes.methods import DeepEnsemble, Deterministic, MCDropout, Method
+from slimbayes.methods.base import Outline, Shared, require_weight
+from slimbayes.record import ATTRIBUTE, Record
+
+Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+Selection = Selector | Iterable[Selector]
+MethodOrRules = Method | Sequence[tuple[Selection | None, Method]]
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def bayesianize(
+    model: Network,
+    method: MethodOrRules,
+    include: Selection | None = None,
+    exclude: Selection | None = None,
+) -> Network:
+    """Make a network Bayesian: its layers are retyped in place, weights and state_dict keys kept.
+
+    ``include`` and ``exclude`` are regular expressions searched in module names, module types (exact), or
+    callables on (name, module), or a list of those. ``method`` may be a list of (selector, method) rules: the
+    first that matches a layer converts it; a selector of None is the method's own default. By default layers
+    that multiply by a weight are converted (for EMP and ECMP: their ``patch``); norms and embeddings when
+    included. Returns the same model.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), sb.Rank1(components=2))
+    >>> type(net[0]).__name__
+    'BayesLinear'
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"bayesianize converts a torch.nn.Module, got {type(model).__name__}")
+    _check_unconverted(model)
+    rules = _rules(method, include)
+    plan = _plan(model, rules, exclude)
+    _apply_plan(model, plan, [rule[1] for rule in rules])
+    return model
+
+
+def _rules(method: MethodOrRules, include: Selection | None) -> list[tuple[Selection | None, Method]]:
+    if isinstance(method, Method):
+        return [(include, method)]
+    if isinstance(method, type) and issubclass(method, Method):
+        raise TypeError(f"pass an instance, sb.{method.__name__}(), not the class {method.__name__}")
+    if not isinstance(method, Sequence) or isinstance(method, str) or not method:
+        raise TypeError(
+            f"method must be a method such as sb.Rank1() or a list of (selector, method), got {method!r}"
+        )
+    for rule in method:
+        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Method)):
+            raise TypeError(f"every rule must be a pair (selector, method), got {rule!r}")
+    if include is not None:
+        raise ValueError("include cannot be given beside a list of rules: put the selection into the rules")
+    counts = {m.draw_components for _, m in method if m.draw_components > 1}
+    if len(counts) > 1:
+        raise ValueError(
+            f"the rules have different numbers of components ({', '.join(map(str, sorted(counts)))}), but one draw "
+            f"has one component axis; give all of them the same number"
+        )
+    return list(method)
+
+
+def _check_unconverted(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if ATTRIBUTE in module.__dict__ or isinstance(module, Converted):
+            where = f"its module {name!r} is" if name else "it is"
+            raise ValueError(
+                f"this {type(model).__name__} cannot be converted: {where} converted already. Convert a fresh "
+                f"network, and use a list of (selector, method) rules to mix methods"
+            )
+
+
+@dataclass
+class _Plan:
+    layers: dict[str, int]  # candidate name -> rule
+    wholes: dict[str, int]  # module name -> rule, for deep ensembles
+    left_alone: list[tuple[str, str, str]]
+
+
+def _candidates(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Convertible layers, and known layers that have no converted class yet; their children are skipped."""
+    known: dict[str, nn.Module] = {}
+    unsupported: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(outer + ".") for outer in unsupported):
+            continue
+        if isinstance(module, UNSUPPORTED):
+            unsupported[name] = module
+        elif converted_class(module) is not None:
+            known[name] = module
+    return known, unsupported
+
+
+def _plan(model: nn.Module, rules: list[tuple[Selection | None, Method]], exclude: Selection | None) -> _Plan:
+    known, unsupported = _candidates(model)
+    outline = Outline(tuple(known), tuple(known.values()))
+    plan = _Plan({}, {}, [])
+    matched = [False] * len(rules)
+    for index, (selection, method) in enumerate(rules):
+        if isinstance(method, Deterministic) and selection is None:
+            matched[index] = True
+        elif isinstance(method, DeepEnsemble):
+            matched[index] = _plan_ensemble(model, selection, exclude, index, plan)
+    for name, module in {**known, **unsupported}.items():
+        inside = any(name == whole or whole == "" or name.startswith(whole + ".") for whole in plan.wholes)
+        if inside or (exclude is not None and _selected(exclude, name, module)):
+            if not inside:
+                plan.left_alone.append((name, type(module).__name__, "excluded"))
+            continue
+        choice = _first_rule(rules, name, module, outline)
+        if choice is None:
+            plan.left_alone.append((name, type(module).__name__, "not selected"))
+            continue
+        matched[choice] = True
+        selection, method = rules[choice]
+        if isinstance(method, Deterministic):
+            plan.left_alone.append((name, type(module).__name__, "deterministic"))
+            continue
+        refusal = _refusal(method, module)
+        if refusal is None:
+            if method.randomizes_weight:
+                require_weight(module, name)
+            plan.layers[name] = choice
+        elif selection is None and name in unsupported:
+            plan.left_alone.append((name, type(module).__name__, refusal))
+        else:
+            raise TypeError(
+                f"{type(method).__name__} cannot convert layer {name!r} of type {type(module).__name__}: "
+                f"{refusal}. Leave it out with exclude={name!r}, or give it another method in a list of rules"
+            )
+    _check_matched(rules, matched, known)
+    return plan
+
+
+def _first_rule(
+    rules: list[tuple[Selection | None, Method]], name: str, module: nn.Module, outline: Outline
+) -> int | None:
+    for index, (selection, method) in enumerate(rules):
+        if isinstance(method, DeepEnsemble):
+            continue
+        chosen = (
+            method.selects(name, module, outline) if selection is None else _selected(selection, name, module)
+        )
+        if chosen:
+            return index
+    return None
+
+
+def _refusal(method: Method, module: nn.Module) -> str | None:
+    layer = converted_class(module)
+    if layer is None:
+        return "recurrent and attention layers have no converted class yet"
+    return method.refuses(layer)
+
+
+def _selected(selection: Selection, name: str, module: nn.Module) -> bool:
+    if isinstance(selection, str):
+        return re.search(selection, name) is not None
+    if isinstance(selection, type):
+        return type(module) is selection
+    if callable(selection):
+        return bool(selection(name, module))
+    return any(_selected(item, name, module) for item in selection)
+
+
+def _plan_ensemble(
+    model: nn.Module, selection: Selection | None, exclude: Selection | None, index: int, plan: _Plan
+) -> bool:
+    if selection is None:
+        if exclude is not None:
+            raise ValueError(
+                "DeepEnsemble makes members of the whole model, so exclude needs include: name the modules that "
+                "have members"
+            )
+        plan.wholes[""] = index
+        return True
+    for name, module in model.named_modules():
+        if name == "" or any(name.startswith(outer + ".") or outer == "" for outer in plan.wholes):
+            continue
+        if next(module.parameters(), None) is None or not _selected(selection, name, module):
+            continue
+        if exclude is None or not _selected(exclude, name, module):
+            plan.wholes[name] = index
+    return index in plan.wholes.values()
+
+
+def _check_matched(
+    rules: list[tuple[Selection | None, Method]], matched: list[bool], known: dict[str, nn.Module]
+) -> None:
+    for (selection, method), hit in zip(rules, matched, strict=True):
+        if hit:
+            continue
+        names = [f"{name or '(root)'} ({type(m).__name__})" for name, m in known.items()]
+        listing = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        what = f"the selection {selection!r}" if selection is not None else f"the default of {method!r}"
+        raise ValueError(
+            f"{what} matches no layer. The layers that can be converted are: {listing or 'none'}"
+        )
+
+
+def _apply_plan(model: nn.Module, plan: _Plan, methods: list[Method]) -> None:
+    used = [methods[i] for i in (*plan.layers.values(), *plan.wholes.values())]
+    base = sum(p.numel() for p in model.parameters())
+    modules = dict(model.named_modules())
+    before = {
+        name: sum(p.numel() for p in modules[name].parameters()) for name in (*plan.layers, *plan.wholes)
+    }
+    _follow_ties(model, plan, methods)
+    steps = {m.step_components for m in methods if m.step_components is not None}
+    if len(steps) > 1 or (steps and plan.wholes):
+        raise ValueError(
+            "components_per_step must be the same in all rules, and cannot be mixed with DeepEnsemble"
+        )
+    trains_base = all(m.trains_base for m in methods)
+    if not trains_base:
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+    shared = Shared()
+    for name, index in plan.wholes.items():
+        method = methods[index]
+        assert isinstance(method, DeepEnsemble)
+        ensemble(name or type(model).__name__, modules[name], method.members, method.resetter(model))
+    for name, index in plan.layers.items():
+        _convert_layer(modules[name], name, methods[index], shared)
+    if any(isinstance(m, MCDropout) for m in methods):
+        _activate_dropout(model)
+    _disable_fast_paths(model)
+    record = Record(
+        methods=tuple(methods),
+        layers={**plan.layers, **plan.wholes},
+        left_alone=tuple(plan.left_alone),
+        base_parameters=base,
+        layer_parameters=before,
+        components=max((m.draw_components for m in used), default=1),
+        step_components=next(iter(steps), None),
+        trains_base=trains_base,
+    )
+    model.__dict__[ATTRIBUTE] = record
+    silent = [f"{name} ({kind})" for name, kind, why in plan.left_alone if why.startswith("recurrent")]
+    if silent:
+        warnings.warn(
+            f"left alone, because recurrent and attention layers have no converted class yet: {', '.join(silent)}",
+            stacklevel=3,
+        )
+
+
+def _convert_layer(module: nn.Module, name: str, method: Method, shared: Shared) -> None:
+    layer_class = converted_class(module)
+    assert layer_class is not None
+    module.__class__ = layer_class
+    assert isinstance(module, Converted)
+    module.component_tensors = ()
+    module.bayes = method.attach(module, name or layer_class.title, shared)
+
+
+def _follow_ties(model: nn.Module, plan: _Plan, methods: list[Method]) -> None:
+    """Modules tied to a weight that becomes random share its posterior, so they are converted with it."""
+    owners: dict[int, list[str]] = {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name)
+    for name, index in list(plan.layers.items()):
+        weight = modules[name]._parameters.get("weight")
+        if weight is None or not methods[index].randomizes_weight:
+            continue
+        for other in owners[id(weight)]:
+            if plan.layers.get(other) == index:
+                continue
+            refusal = (
+                _refusal(methods[index], modules[other])
+                if other not in plan.layers
+                else "another rule took it"
+            )
+            if refusal is not None:
+                raise ValueError(
+                    f"layers {name!r} and {other!r} share one weight, which {type(methods[index]).__name__} would "
+                    f"make random in both, but {other!r} ({type(modules[other]).__name__}) cannot follow: "
+                    f"{refusal}. Exclude {name!r}, or untie the two"
+                )
+            plan.layers[other] = index
+            plan.left_alone = [row for row in plan.left_alone if row[0] != other]
+
+
+def _activate_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        active = ACTIVE.get(type(module))
+        if active is not None:
+            module.__class__ = active
+            module.source = name or "dropout"  # type: ignore[assignment]
+
+
+def _disable_fast_paths(model: nn.Module) -> None:
+    # In eval mode these two hand the weights of their children to one fused kernel and never call the children.
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(
+            isinstance(m, Converted) for m in module.modules()
+        ):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder) and any(
+            isinstance(m, Converted) for m in module.modules()
+        ):
+            module.use_nested_tensor = False

@@ -1,0 +1,178 @@
+"""``draw``: the one place where components and samples are folded into the batch axis and unfolded again."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from slimbayes.context import NOISE_MODES, Draw, RowError, activate, row_message
+from slimbayes.record import Record, find_record, unwrap
+
+
+def draw(
+    model: nn.Module,
+    *inputs: Any,
+    samples: int = 1,
+    noise: str = "example",
+    seed: int | None = None,
+    shared_inputs: Sequence[str | int] = (),
+    first_example: int = 0,
+    first_sample: int = 0,
+    **named_inputs: Any,
+) -> Any:
+    """Run the model on every component and sample at once: outputs ``[components × samples, batch, ...]``.
+
+    ``noise``: "example" (fresh factors per example), "shared" (one function per draw) or "mean" (no noise).
+    Tensors whose first dimension equals the first input's are tiled, except those named in ``shared_inputs``
+    (argument names or positions). With a ``seed`` noise is a function of (seed, layer, draw, example index);
+    ``first_example`` and ``first_sample`` give the indices at which this call starts, so that a batch cut in
+    pieces has the same draws as the whole.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=4))
+    >>> sb.draw(net, torch.zeros(5, 3), samples=2).shape
+    torch.Size([8, 5, 2])
+    """
+    record = find_record(model)
+    _check_options(samples, noise, seed)
+    leaves, spec = pytree.tree_flatten((inputs, named_inputs))
+    whole = _whole_leaves(model, inputs, named_inputs, shared_inputs)
+    batch = _batch_size(leaves, whole)
+    components, ids = _active_components(model, record, leaves)
+    now = Draw(components, samples, batch, noise, seed, first_sample, first_example, ids)
+    check_rows = not record.rows_checked and not torch.compiler.is_compiling() and model is unwrap(model)
+    if check_rows:
+        now.rows_seen = {}
+    args, kwargs = pytree.tree_unflatten(_tile(leaves, whole, batch, components * samples), spec)
+    with activate(now):
+        output = model(*args, **kwargs)
+    if check_rows:
+        _verify_rows(model, now, leaves, whole, spec)
+        record.rows_checked = True
+    record.mixing[:] = list(now.log_probs.values())
+    return _unfold(output, components * samples, batch)
+
+
+def _check_options(samples: int, noise: str, seed: int | None) -> None:
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
+    if noise not in NOISE_MODES:
+        raise ValueError(f"unknown noise {noise!r}; use 'example', 'shared' or 'mean'")
+    if seed is not None and not isinstance(seed, int):
+        raise ValueError(f"seed must be an integer or None, got {seed!r}")
+
+
+def _whole_leaves(
+    model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], shared: Sequence[str | int]
+) -> set[int]:
+    """Positions, among the flattened inputs, of what is never tiled."""
+    if isinstance(shared, str | int):
+        shared = (shared,)
+    if not shared:
+        return set()
+    positions = list(inspect.signature(unwrap(model).forward).parameters)
+    places: list[str | int] = []
+    for item in shared:
+        known = item in named or (isinstance(item, int) and 0 <= item < len(inputs))
+        if isinstance(item, str) and not known and item in positions[: len(inputs)]:
+            item, known = positions.index(item), True
+        if not known:
+            raise ValueError(f"shared_inputs names {item!r}, but no such input was passed")
+        places.append(item)
+    whole: set[int] = set()
+    start = 0
+    for key, value in [*enumerate(inputs), *named.items()]:
+        count = len(pytree.tree_leaves(value))
+        if key in places:
+            whole.update(range(start, start + count))
+        start += count
+    return whole
+
+
+def _batch_size(leaves: list[Any], whole: set[int]) -> int:
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and i not in whole:
+            if leaf.dim() == 0:
+                raise ValueError("the first input is a scalar; inputs need a batch axis first")
+            if leaf.shape[0] == 0:
+                raise ValueError(f"the batch is empty: the first input has shape {tuple(leaf.shape)}")
+            return int(leaf.shape[0])
+    raise ValueError("draw got no tensor input to take the batch size from")
+
+
+def _active_components(model: nn.Module, record: Record, leaves: list[Any]) -> tuple[int, Tensor | None]:
+    step = record.step_components
+    if step is None or step == record.components or not model.training:
+        return record.components, None
+    device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+    return step, torch.randperm(record.components, device=device)[:step]
+
+
+def _tile(leaves: list[Any], whole: set[int], batch: int, draws: int) -> list[Any]:
+    if draws == 1:
+        return leaves
+    return [
+        leaf.expand(draws, *leaf.shape).flatten(0, 1)  # [draws·B, ...], draws outermost
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch and i not in whole
+        else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+
+
+def _unfold(output: Any, draws: int, batch: int) -> Any:
+    leaves, spec = pytree.tree_flatten(output)
+    unfolded = 0
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] % (draws * batch) == 0:
+            leaves[i] = leaf.unflatten(0, (draws, leaf.shape[0] // draws))
+            unfolded += 1
+    if not unfolded:
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        raise RowError(
+            f"no output of the model has the {draws * batch} rows of this draw in its first dimension "
+            f"(output shapes: {shapes}); the network must keep the batch outermost"
+        )
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _verify_rows(model: nn.Module, seen: Draw, leaves: list[Any], whole: set[int], spec: Any) -> None:
+    """Once per model: run it noiselessly on another batch size and see that every layer's rows scale with it.
+
+    A table shared by the batch can have a first dimension that the rows happen to divide; splitting it among
+    the draws would be silent nonsense.
+    """
+    assert seen.rows_seen is not None
+    batch = 2 if seen.batch != 2 else 3
+    resized = [
+        torch.cat([leaf[:1]] * batch)
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == seen.batch and i not in whole
+        else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+    probe = Draw(seen.components, 1, batch, "mean", component_ids=seen.component_ids, rows_seen={})
+    args, kwargs = pytree.tree_unflatten(_tile(resized, whole, batch, seen.components), spec)
+    # A network may refuse the probe for reasons of its own; only what the layers saw counts.
+    with torch.no_grad(), evaluating(model), activate(probe), contextlib.suppress(Exception):
+        model(*args, **kwargs)
+    assert probe.rows_seen is not None
+    for layer, rows in probe.rows_seen.items():
+        if layer in seen.rows_seen and rows * seen.rows != seen.rows_seen[layer] * probe.rows:
+            raise RowError(row_message(layer, seen.rows_seen[layer], seen))
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode and restore every module's own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,59 @@
+"""The converted layer: torch's class with a rule in place of its forward pass."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimbayes.apply.base import Operation, Rule
+
+
+class Converted(Operation, ABC):
+    """Mixed into a torch layer class; the layer is retyped in place and keeps its state_dict keys.
+
+    ``component_tensors`` names the tensors that now have a leading component axis: a checkpoint from before
+    the conversion is expanded to it, so that every component starts from the same values.
+    """
+
+    bayes: Rule
+    component_tensors: tuple[str, ...]
+    title: str
+
+    def _apply_rule(self, *inputs: Any) -> Tensor:
+        output: Tensor = self.bayes(self, inputs)
+        return output
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        for name in self.component_tensors:
+            expand_saved(state_dict, prefix + name, getattr(self, name))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def expand_saved(state_dict: Mapping[str, Any], key: str, target: Tensor | None) -> None:
+    """Give a saved tensor of one component fewer axes the component axis that ``target`` has."""
+    saved = state_dict.get(key)
+    if isinstance(saved, Tensor) and target is not None and saved.shape == target.shape[1:]:
+        state_dict[key] = saved.expand_as(target)  # type: ignore[index]
+
+
+def unbatched(run: Any, x: Tensor, batched_dims: int) -> Tensor:
+    """Run on a single example that has no row axis, as torch's own layers allow."""
+    if x.dim() >= batched_dims:
+        output: Tensor = run(x)
+        return output
+    result: Tensor = run(x.unsqueeze(0))
+    return result.squeeze(0)
+
+
+def affine_per_group(y: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """y·w_g + b_g for groups of rows; ``shape`` places one group's weight against one row."""
+    groups = weight.shape[0]
+    y = y.unflatten(0, (groups, -1))  # [G, R/G, ...]
+    weight = weight.to(y.dtype).reshape(groups, 1, *shape)
+    if bias is None:
+        return (y * weight).flatten(0, 1)
+    return torch.addcmul(bias.to(y.dtype).reshape(groups, 1, *shape), y, weight).flatten(0, 1)

@@ -1,0 +1,94 @@
+"""A whole module, of any type, with K versions of all its tensors: the deep ensemble."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from slimbayes import context
+from slimbayes.apply.grouped import run_members
+from slimbayes.layers.base import expand_saved
+
+
+class _Member(nn.Module):
+    """The module as it was before it was retyped: calls the original class's forward."""
+
+    def __init__(self, module: nn.Module, original: type[nn.Module]) -> None:
+        super().__init__()
+        self.module = module
+        self.original = original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.forward(self.module, *args, **kwargs)
+
+
+class Ensembled(nn.Module):
+    """Mixed into the type of the module: splits the rows among the members and joins their outputs."""
+
+    members: int
+    ensemble_name: str
+    _tensor_names: tuple[str, ...]
+    _member: tuple[_Member]  # in a tuple, so that torch does not register it as a child of its own child
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run every member on its own rows, component-major."""
+        rows = next(
+            (v.shape[0] for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim() > 0),
+            None,
+        )
+        if rows is None:
+            raise ValueError(f"ensembled module {self.ensemble_name!r} got no tensor with a row axis")
+        frame = context.frame(self.ensemble_name, rows, self.members)
+        ids = None if frame.draw is None else frame.draw.component_ids
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        stacked = {name: tensors[name] for name in self._tensor_names}
+        if ids is not None:
+            stacked = {name: value.index_select(0, ids) for name, value in stacked.items()}
+
+        def call(k: int, member_args: tuple[Any, ...], member_kwargs: dict[str, Any]) -> Any:
+            own = {f"module.{name}": value[k] for name, value in stacked.items()}
+            return functional_call(self._member[0], own, member_args, member_kwargs)
+
+        return run_members(call, frame.components, rows, args, kwargs)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        # Called for this module before its children: one place expands a plain checkpoint for all of them.
+        for name, target in self.state_dict(keep_vars=True).items():
+            expand_saved(state_dict, prefix + name, target)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Module], None] | None) -> None:
+    """Retype ``module`` in place as an ensemble: member 0 keeps its tensors, ``reset`` re-draws the others."""
+    copies = [module, *(copy.deepcopy(module) for _ in range(members - 1))]
+    if reset is not None:
+        for member in copies[1:]:
+            reset(member)
+    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    values = [{**dict(c.named_parameters()), **dict(c.named_buffers())} for c in copies]
+    replaced: dict[int, Tensor] = {}
+    for key in names:
+        first = values[0][key]
+        stacked = torch.stack([value[key].detach() for value in values])
+        replaced[id(first)] = (
+            nn.Parameter(stacked, requires_grad=first.requires_grad)
+            if isinstance(first, nn.Parameter)
+            else stacked
+        )
+    for owner in module.modules():
+        for store in (owner._parameters, owner._buffers):
+            for key, value in store.items():
+                if value is not None:
+                    store[key] = replaced[id(value)]  # type: ignore[assignment]
+    original = type(module)
+    module.__class__ = type(f"Ensembled{original.__name__}", (Ensembled, original), {})
+    module.members = members  # type: ignore[assignment]
+    module.ensemble_name = name  # type: ignore[assignment]
+    module._tensor_names = tuple(names)  # type: ignore[assignment]
+    module._member = (_Member(module, original),)  # type: ignore[assignment]

@@ -1,0 +1,147 @@
+"""The protocol of a method: a frozen dataclass that joins posteriors, a rule and layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.apply.base import KLTerm, Rule
+from slimbayes.layers.base import Converted
+
+
+@dataclass
+class Shared:
+    """What layers converted together share: one new tensor, spread or index per tied parameter."""
+
+    made: dict[tuple[int, str], Any] = field(default_factory=dict)
+    keep: list[Tensor] = field(default_factory=list)  # old tensors stay alive, so that ids stay unique
+
+    def get(self, tensor: Tensor, role: str) -> Any | None:
+        """What an earlier layer made for this tensor, or None."""
+        return self.made.get((id(tensor), role))
+
+    def put(self, tensor: Tensor, role: str, value: Any) -> None:
+        """Remember what was made for this tensor."""
+        self.keep.append(tensor)
+        self.made[(id(tensor), role)] = value
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What default selections look at: the candidate layers of the whole model, in order."""
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
+
+class Method(ABC):
+    """One way to make a layer Bayesian."""
+
+    @property
+    @abstractmethod
+    def draw_components(self) -> int:
+        """Components that the draws axis counts."""
+
+    @property
+    @abstractmethod
+    def step_components(self) -> int | None:
+        """Components that take part in one training step; None for all."""
+
+    @property
+    @abstractmethod
+    def trains_base(self) -> bool:
+        """Whether parameters other than the new ones are trained."""
+
+    @property
+    @abstractmethod
+    def randomizes_weight(self) -> bool:
+        """Whether the weight itself becomes random, so that modules tied to it must follow."""
+
+    @abstractmethod
+    def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
+        """Whether a layer is converted when the user selects nothing."""
+
+    @abstractmethod
+    def refuses(self, layer: type[Converted]) -> str | None:
+        """Why this kind of layer cannot be converted, or None if it can."""
+
+    @abstractmethod
+    def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
+        """Give a retyped layer its new parameters and return its rule."""
+
+    @abstractmethod
+    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
+        """KL terms of the parameters that no rule converted."""
+
+
+def needs_linear(method: str, layer: type[Converted]) -> str | None:
+    """Reason to refuse a layer that is not linear in a float input."""
+    if layer.linear:
+        return None
+    return f"{method} acts on layers that are linear in their input"
+
+
+def needs_matrix(method: str, layer: type[Converted]) -> str | None:
+    """Reason to refuse a layer whose weight is a vector."""
+    return (
+        None
+        if layer.matrix_weight
+        else f"{method} needs a weight matrix, and this layer's weight is a vector"
+    )
+
+
+def require_weight(module: nn.Module, name: str) -> None:
+    """Raise for a layer without parameters to spread, or with features that a random table cannot have."""
+    if module.weight is None:
+        raise ValueError(
+            f"layer {name!r} ({type(module).__name__}) has no affine parameters to make random; "
+            f"leave it out with exclude={name!r}"
+        )
+    if getattr(module, "max_norm", None) is not None:
+        raise ValueError(
+            f"embedding {name!r} renormalises its rows in place (max_norm={module.max_norm}), "
+            f"which a random table cannot do; build it with max_norm=None"
+        )
+
+
+def add_component_axis(layer: Converted, tensor: str, components: int, shared: Shared) -> None:
+    """Replace a parameter by ``components`` copies of it on a new leading axis."""
+    old = getattr(layer, tensor)
+    if old is None:
+        return
+    new = shared.get(old, "components")
+    if new is None:
+        stacked = old.detach().expand(components, *old.shape).clone()
+        new = nn.Parameter(stacked, requires_grad=old.requires_grad)
+        shared.put(old, "components", new)
+    setattr(layer, tensor, new)
+    layer.component_tensors = (*layer.component_tensors, tensor)
+
+
+def check_count(name: str, value: int, least: int = 1) -> None:
+    """Raise unless ``value`` is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def check_rate(name: str, value: float) -> None:
+    """Raise unless ``value`` is a probability below one."""
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; use one of {', '.join(map(repr, choices))}")
+
+
+def check_positive(name: str, value: float | None) -> None:
+    """Raise unless ``value`` is None or a positive finite number."""
+    if value is not None and not (value > 0 and torch.isfinite(torch.tensor(float(value)))):
+        raise ValueError(f"{name} must be positive and finite, got {value!r}")

@@ -1,0 +1,132 @@
+"""MCDropout and DropConnect: Bernoulli noise on inputs or weights, scaled to mean one (Gal 2016; Wan 2013)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from slimbayes.apply.base import KLTerm, Rule
+from slimbayes.apply.dropped import DroppedRule
+from slimbayes.apply.sampled import SampledRule
+from slimbayes.layers import is_weighted
+from slimbayes.layers.base import Converted
+from slimbayes.methods.base import (
+    Method,
+    Outline,
+    Shared,
+    check_choice,
+    check_rate,
+    needs_matrix,
+)
+from slimbayes.posteriors import BernoulliPosterior, Posterior
+
+
+@dataclass(frozen=True)
+class MCDropout(Method):
+    """Dropout on the inputs of the selected layers, active in draws whether training or not.
+
+    ``granularity``: "element", or "channel" for whole channels (filters). The network's own dropout modules
+    stay active in draws too.
+
+    >>> MCDropout(rate=0.05).granularity
+    'element'
+    """
+
+    rate: float = 0.1
+    granularity: str = "element"
+
+    def __post_init__(self) -> None:
+        check_rate("rate", self.rate)
+        check_choice("granularity", self.granularity, ("element", "channel"))
+
+    @property
+    def draw_components(self) -> int:
+        """Draws are samples alone."""
+        return 1
+
+    @property
+    def step_components(self) -> int | None:
+        """No components."""
+        return None
+
+    @property
+    def trains_base(self) -> bool:
+        """Everything is trained."""
+        return True
+
+    @property
+    def randomizes_weight(self) -> bool:
+        """The weight is deterministic."""
+        return False
+
+    def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
+        """Layers that multiply by a weight."""
+        return is_weighted(module)
+
+    def refuses(self, layer: type[Converted]) -> str | None:
+        """Why this kind of layer cannot be converted, or None if it can."""
+        return None if layer.float_input else "MCDropout drops inputs, and this layer's input is an index"
+
+    def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
+        """No new parameters."""
+        return DroppedRule(name, self.rate, self.granularity == "channel")
+
+    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
+        """None: the penalty is weight decay."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class DropConnect(Method):
+    """Bernoulli noise on every weight, one mask per draw; biases are kept.
+
+    >>> DropConnect(rate=0.2).rate
+    0.2
+    """
+
+    rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_rate("rate", self.rate)
+
+    @property
+    def draw_components(self) -> int:
+        """Draws are samples alone."""
+        return 1
+
+    @property
+    def step_components(self) -> int | None:
+        """No components."""
+        return None
+
+    @property
+    def trains_base(self) -> bool:
+        """Everything is trained."""
+        return True
+
+    @property
+    def randomizes_weight(self) -> bool:
+        """The weight itself is random."""
+        return True
+
+    def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
+        """Layers that multiply by a weight."""
+        return is_weighted(module)
+
+    def refuses(self, layer: type[Converted]) -> str | None:
+        """Why this kind of layer cannot be converted, or None if it can."""
+        return needs_matrix("DropConnect", layer)
+
+    def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
+        """No new parameters; tied weights share one mask."""
+        known: tuple[Posterior, str] | None = shared.get(layer.weight, "spread")
+        if known is None:
+            known = (BernoulliPosterior(self.rate), f"{name}.weight")
+            shared.put(layer.weight, "spread", known)
+        return SampledRule(name, known[0], None, weight_source=known[1])
+
+    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
+        """None: the penalty is weight decay."""
+        return iter(())

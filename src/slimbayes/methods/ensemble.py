@@ -1,0 +1,153 @@
+"""DeepEnsemble (K independent networks in one) and Deterministic (the network as it is)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.apply.base import KLTerm, Rule
+from slimbayes.layers.base import Converted
+from slimbayes.methods.base import Method, Outline, Shared, check_count
+
+
+@dataclass(frozen=True)
+class DeepEnsemble(Method):
+    """K full members (Lakshminarayanan et al. 2017): every tensor gets a member axis, statistics included.
+
+    Member 0 keeps the given weights; the others are re-initialised through the modules' own
+    ``reset_parameters`` (or transformers' ``_init_weights``). ``reinitialize=False`` copies instead, and a
+    callable on the member does it your way.
+
+    >>> DeepEnsemble(members=3).members
+    3
+    """
+
+    members: int = 4
+    reinitialize: bool | Callable[[nn.Module], None] = True
+
+    def __post_init__(self) -> None:
+        check_count("members", self.members)
+
+    @property
+    def draw_components(self) -> int:
+        """Components that the draws axis counts."""
+        return self.members
+
+    @property
+    def step_components(self) -> int | None:
+        """All members take part in every step."""
+        return None
+
+    @property
+    def trains_base(self) -> bool:
+        """Everything is trained."""
+        return True
+
+    @property
+    def randomizes_weight(self) -> bool:
+        """A member's tensors are its own."""
+        return False
+
+    def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
+        """The whole model is one ensemble; conversion handles it as such."""
+        return True
+
+    def refuses(self, layer: type[Converted]) -> str | None:
+        """Every module can be copied."""
+        return None
+
+    def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
+        """Whole modules are converted, not layers."""
+        raise TypeError("DeepEnsemble converts whole modules")
+
+    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
+        """None: members are point estimates."""
+        return iter(())
+
+    def resetter(self, root: nn.Module) -> Callable[[nn.Module], None] | None:
+        """What re-draws a member's tensors, or None when members are copies."""
+        if self.reinitialize is False:
+            return None
+        if callable(self.reinitialize):
+            return self.reinitialize
+        initializer = getattr(root, "_init_weights", None)
+        return lambda member: reset_tree(member, initializer)
+
+
+def reset_tree(member: nn.Module, initializer: Callable[[nn.Module], None] | None) -> None:
+    """Re-initialise a module: by its own ``reset_parameters`` where it has one, else child by child.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> before = layer.weight.clone()
+    >>> reset_tree(layer, None)
+    >>> bool((before == layer.weight).all())
+    False
+    """
+    if initializer is not None:
+        with torch.no_grad():
+            for module in member.modules():
+                for parameter in module.parameters(recurse=False):
+                    parameter._is_hf_initialized = False  # type: ignore[attr-defined]
+                module._is_hf_initialized = False  # type: ignore[assignment]
+                initializer(module)
+        return
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(member, name, None)
+        if callable(reset):
+            reset()
+            return
+    if next(member.parameters(recurse=False), None) is not None:
+        raise ValueError(
+            f"{type(member).__name__} holds parameters but no reset_parameters method, so new members cannot be "
+            f"drawn; pass DeepEnsemble(reinitialize=your_function) or reinitialize=False to copy the weights"
+        )
+    for child in member.children():
+        reset_tree(child, None)
+
+
+@dataclass(frozen=True)
+class Deterministic(Method):
+    """The network as it is, behind the same verbs: the baseline of every comparison.
+
+    >>> Deterministic().draw_components
+    1
+    """
+
+    @property
+    def draw_components(self) -> int:
+        """Draws are samples, all alike."""
+        return 1
+
+    @property
+    def step_components(self) -> int | None:
+        """No components."""
+        return None
+
+    @property
+    def trains_base(self) -> bool:
+        """Everything is trained."""
+        return True
+
+    @property
+    def randomizes_weight(self) -> bool:
+        """Nothing is random."""
+        return False
+
+    def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
+        """Every layer, and none is changed."""
+        return True
+
+    def refuses(self, layer: type[Converted]) -> str | None:
+        """Nothing is refused."""
+        return None
+
+    def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
+        """No layer is changed."""
+        raise TypeError("Deterministic converts no layer")
+
+    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
+        """None: parameters are point estimates."""
+        return iter(())

@@ -1,0 +1,158 @@
+"""EMP and ECMP: K versions of chosen layers, drawn by a categorical index (Chang et al. 2019)."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes import distributions as d
+from slimbayes import priors
+from slimbayes.apply.base import KLTerm, Rule
+from slimbayes.apply.indexed import IndexedRule, Mixing
+from slimbayes.layers import EMBEDDINGS, NORMS, is_weighted
+from slimbayes.layers.base import Converted
+from slimbayes.methods.base import (
+    Method,
+    Outline,
+    Shared,
+    add_component_axis,
+    check_count,
+    check_positive,
+)
+
+Patch = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class _Patching(Method, ABC):
+    """What EMP and ECMP share: everything but how many indices a layer draws."""
+
+    components: int = 5
+    patch: tuple[Patch, ...] = ("norm", "output")
+    learn_mixing: bool = False
+    prior_precision: float | None = None
+    init_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_count("components", self.components)
+        check_positive("prior_precision", self.prior_precision)
+        if not (math.isfinite(self.init_noise) and self.init_noise >= 0):
+            raise ValueError(f"init_noise must be at least 0, got {self.init_noise!r}")
+        if isinstance(self.patch, str) or not isinstance(self.patch, Iterable):
+            object.__setattr__(self, "patch", (self.patch,))
+        object.__setattr__(self, "patch", tuple(self.patch))
+        if not self.patch:
+            raise ValueError('patch is empty; name what to patch, for example patch=("norm", "output")')
+        for item in self.patch:
+            if not (isinstance(item, str | type) or callable(item)):
+                raise ValueError(
+                    f"patch entry {item!r} is not understood; use 'norm', 'input', 'output', a layer's full name, "
+                    f"a module type, or a callable on (name, module)"
+                )
+
+    @property
+    def draw_components(self) -> int:
+        """Draws are samples alone: a component is chosen anew in every draw."""
+        return 1
+
+    @property
+    def step_components(self) -> int | None:
+        """No component axis."""
+        return None
+
+    @property
+    def trains_base(self) -> bool:
+        """Everything is trained."""
+        return True
+
+    @property
+    def randomizes_weight(self) -> bool:
+        """The weight itself is random."""
+        return True
+
+    def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
+        """Layers that one of the ``patch`` entries names."""
+        return any(_matches(item, name, module, outline) for item in self.patch)
+
+    def refuses(self, layer: type[Converted]) -> str | None:
+        """Every layer type can be patched."""
+        return None
+
+    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
+        """Equation 6's second half: τ/2 ‖M‖² of every parameter that is not patched."""
+        prior = self._prior()
+        if prior is None:
+            return
+        for name, parameter in parameters:
+            yield f"shared.{name}", d.Delta(parameter), prior.distribution(parameter), "sum"
+
+    def _prior(self) -> priors.Normal | None:
+        if self.prior_precision is None:
+            return None
+        return priors.Normal(0.0, self.prior_precision**-0.5)
+
+    def _attach(self, layer: Converted, name: str, shared: Shared, per_element: bool) -> Rule:
+        mixing = shared.get(layer.weight, "mixing")
+        fresh = mixing is None
+        if mixing is None:
+            mixing = Mixing(name, self.components, self.learn_mixing, layer.weight)
+            shared.put(layer.weight, "mixing", mixing)
+        for tensor in ("weight", "bias"):
+            add_component_axis(layer, tensor, self.components, shared)
+            value = getattr(layer, tensor)
+            if self.init_noise > 0 and value is not None and fresh:
+                with torch.no_grad():
+                    value.add_(self.init_noise * torch.randn_like(value))
+        return IndexedRule(name, mixing, per_element, self._prior())
+
+
+def _matches(item: Patch, name: str, module: nn.Module, outline: Outline) -> bool:
+    if isinstance(item, type):
+        return type(module) is item
+    if not isinstance(item, str):
+        return bool(item(name, module))
+    if item == "norm":
+        return type(module) in NORMS and getattr(module, "weight", None) is not None
+    if item == "output":
+        return module is next((m for m in reversed(outline.modules) if is_weighted(m)), None)
+    if item == "input":
+        return module is next((m for m in outline.modules if is_weighted(m) or type(m) in EMBEDDINGS), None)
+    return name == item
+
+
+@dataclass(frozen=True)
+class EMP(_Patching):
+    """Ensemble model patching: one index z ~ Categorical(p) per patched layer and draw.
+
+    ``patch`` takes "norm", "input", "output", a layer's full name, module types, or a callable on
+    (name, module). ``learn_mixing`` learns p by a score-function estimator that ``sb.elbo`` adds.
+    With ``prior_precision`` τ the KL is Equation 6 of the paper; without, it is 0 and the penalty is weight
+    decay. ``init_noise`` sets the components apart at the start by that standard deviation.
+
+    >>> EMP(components=3, patch=("norm",)).components
+    3
+    """
+
+    def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
+        """Give the layer K versions of its tensors and one index."""
+        return self._attach(layer, name, shared, per_element=False)
+
+
+@dataclass(frozen=True)
+class ECMP(_Patching):
+    """Ensemble cross model patching: an independent index for every scalar of a patched layer.
+
+    Options as in :class:`EMP`.
+
+    >>> ECMP().components
+    5
+    """
+
+    def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
+        """Give the layer K versions of its tensors and an index per element."""
+        return self._attach(layer, name, shared, per_element=True)

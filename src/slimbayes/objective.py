@@ -1,0 +1,253 @@
+"""``kl``, ``elbo`` and KL schedules: one visible expression, loss = nll + kl_weight · kl / num_data."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes import distributions as d
+from slimbayes.apply.base import KLTerm
+from slimbayes.apply.rank1 import Rank1Rule
+from slimbayes.kl import mixture_kl, total_kl
+from slimbayes.likelihoods import Categorical, Likelihood
+from slimbayes.record import Record, converted_layers, find_record, unwrap
+
+REDUCTIONS = ("average", "mixture", "logits")
+
+
+def kl(model: nn.Module) -> Tensor:
+    """KL(q‖p) of the whole model: a sum over elements and layers, tied tensors once, in at least float32.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.MeanField())
+    >>> bool(sb.kl(net) > 0)
+    True
+    """
+    record = find_record(model)
+    first = next(iter(unwrap(model).parameters()), torch.zeros(()))
+    device = first.device.type
+    with torch.autocast(device_type=device, enabled=False):
+        total = torch.zeros((), device=first.device, dtype=_accumulator(first.dtype))
+        joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
+        seen: set[str] = set()
+        for name, q, p, reduction in _terms(model, record):
+            if name in seen:
+                continue
+            seen.add(name)
+            if reduction == "monte_carlo":
+                joint[q.loc.shape[0]].append((q, p))
+            elif reduction == "mean":
+                total = total + total_kl(q, p) / q.loc.shape[0]
+            else:
+                total = total + total_kl(q, p)
+        for terms in joint.values():
+            total = total + mixture_kl(terms)
+    return total
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _terms(model: nn.Module, record: Record) -> Iterator[KLTerm]:
+    converted: set[int] = set()
+    for _, layer in converted_layers(model):
+        yield from layer.bayes.kl_terms(layer)
+        converted.update(id(p) for p in layer.parameters())
+    rest = [(n, p) for n, p in unwrap(model).named_parameters() if id(p) not in converted and p.requires_grad]
+    for method in record.methods:
+        yield from method.model_terms(rest)
+
+
+@dataclass
+class ELBO:
+    """The negative evidence lower bound per datum and its parts."""
+
+    loss: Tensor
+    nll: Tensor
+    kl: Tensor
+
+
+def elbo(
+    draws: Tensor,
+    targets: Tensor,
+    model: nn.Module,
+    num_data: int | None = None,
+    likelihood: Likelihood | None = None,
+    reduction: str = "average",
+    kl_weight: float = 1.0,
+) -> ELBO:
+    """loss = nll + kl_weight · kl / num_data, per datum.
+
+    ``num_data`` is the size of the training set. ``reduction`` says how draws enter the nll: "average" of the
+    draws' own (Gibbs), "mixture" (minus log of the mean likelihood) or "logits" (of the mean output).
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
+    >>> x, y = torch.zeros(5, 3), torch.zeros(5, dtype=torch.long)
+    >>> result = sb.elbo(sb.draw(net, x), y, net, num_data=100)
+    >>> bool(torch.isclose(result.loss, result.nll + result.kl / 100))
+    True
+    """
+    likelihood = Categorical() if likelihood is None else likelihood
+    _check_elbo(draws, targets, num_data, reduction, kl_weight)
+    likelihood.check(draws, targets)
+    record = find_record(model)
+    nll, per_draw = _nll(likelihood, draws, targets, reduction)
+    divergence = kl(model)
+    loss = nll + kl_weight * divergence / num_data  # type: ignore[operator]
+    if record.mixing:
+        loss = loss + _mixing_score(record, nll, per_draw)
+    return ELBO(loss, nll, divergence)
+
+
+def _check_elbo(draws: Any, targets: Tensor, num_data: int | None, reduction: str, kl_weight: float) -> None:
+    if not isinstance(draws, Tensor):
+        raise TypeError(
+            f"elbo needs the draws as a tensor [draws, batch, ...], got {type(draws).__name__}; for a model that "
+            f"returns several outputs pass the one to score, for example draws.logits"
+        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"unknown reduction {reduction!r}; use one of {', '.join(map(repr, REDUCTIONS))}")
+    if num_data is None:
+        raise ValueError("num_data is missing: pass the number of training examples, which scales the KL")
+    batch = targets.shape[0] if targets.dim() else 1
+    if num_data < batch:
+        raise ValueError(
+            f"num_data={num_data} is smaller than the batch of {batch}: it is the size of the whole training set"
+        )
+    if not (math.isfinite(kl_weight) and kl_weight >= 0):
+        raise ValueError(f"kl_weight must be finite and at least 0, got {kl_weight!r}")
+
+
+def _nll(
+    likelihood: Likelihood, draws: Tensor, targets: Tensor, reduction: str
+) -> tuple[Tensor, Tensor | None]:
+    """The nll, and for the average every draw's own loss [draws]."""
+    if reduction == "logits":
+        return -likelihood.log_prob(likelihood.average_logits(draws), targets).mean(), None
+    log_prob = likelihood.log_prob(draws, targets)  # [D, B]
+    if reduction == "mixture":
+        return -(log_prob.logsumexp(0) - math.log(log_prob.shape[0])).mean(), None
+    return -log_prob.mean(), -log_prob.mean(1)
+
+
+def _mixing_score(record: Record, nll: Tensor, per_draw: Tensor | None) -> Tensor:
+    """Zero, with the score-function gradient of E_z[nll] with respect to learned mixing probabilities.
+
+    The average of D draws has ∇E[L] = E[(1/D) Σ_d (L_d − b_d) ∇log p(z_d)], b_d the mean of the other draws'
+    losses; a joint loss (or one draw) has E[(L − b) Σ_d ∇log p(z_d)], b a running mean of earlier losses.
+    """
+    log_prob = torch.stack(record.mixing).sum(0)  # [D]
+    draws = log_prob.shape[0]
+    if per_draw is not None and per_draw.shape[0] != draws:
+        raise ValueError(
+            f"learn_mixing scores the {draws} draws of the last sb.draw, but elbo got {per_draw.shape[0]}; "
+            f"call elbo on the draws that were just made"
+        )
+    if per_draw is not None and draws > 1:
+        losses = per_draw.detach()
+        score = ((losses - (losses.sum() - losses) / (draws - 1)) * log_prob).mean()
+    else:
+        loss = nll.detach()
+        score = (loss - record.baseline) * log_prob.sum()
+        record.baseline = record.baseline + 0.1 * (loss - record.baseline)
+    return score - score.detach()
+
+
+@dataclass(frozen=True)
+class LinearAnnealing:
+    """β_t = min(1, (t + 1)/steps): the rank-1 paper's KL weight at step t = 0, 1, ...
+
+    >>> [LinearAnnealing(4)(t) for t in (0, 1, 3, 9)]
+    [0.25, 0.5, 1.0, 1.0]
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"LinearAnnealing needs at least 1 step, got {self.steps!r}")
+
+    def __call__(self, step: int) -> float:
+        """KL weight at this step."""
+        return min(1.0, (step + 1) / self.steps)
+
+
+@dataclass(frozen=True)
+class StepAnnealing:
+    """β_t = min(1, coefficient · t), with t rounded down to a multiple of ``every``: the k-tied paper's.
+
+    >>> [StepAnnealing(5e-3, 100)(t) for t in (0, 99, 100, 10_000)]
+    [0.0, 0.0, 0.5, 1.0]
+    """
+
+    coefficient: float
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        if not self.coefficient > 0 or self.every < 1:
+            raise ValueError(
+                f"StepAnnealing needs a positive coefficient and every ≥ 1, got {self.coefficient!r}, {self.every!r}"
+            )
+
+    def __call__(self, step: int) -> float:
+        """KL weight at this step."""
+        return min(1.0, self.coefficient * (step // self.every * self.every))
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, weight_decay: float, factor_lr_multiplier: float = 1.0
+) -> list[dict[str, Any]]:
+    """Optimizer groups: decay where a weight has no prior of its own, none on factors, spreads and their means.
+
+    Decayed: shared weights, biases, norm parameters and EMP/ECMP components. Not decayed: rank-1 factors
+    (their learning rate times ``factor_lr_multiplier``), spreads, mixing logits, MeanField and KTied means.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
+    >>> [(g["name"], g["weight_decay"]) for g in sb.parameter_groups(net, lr=0.1, weight_decay=1e-4)]
+    [('decayed', 0.0001), ('factors', 0.0)]
+    """
+    for name, value in (
+        ("lr", lr),
+        ("weight_decay", weight_decay),
+        ("factor_lr_multiplier", factor_lr_multiplier),
+    ):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
+    find_record(model)
+    factors: set[int] = set()
+    plain: set[int] = set()
+    for _, layer in converted_layers(model):
+        own = {id(p) for p in layer.bayes.parameters()}
+        (factors if isinstance(layer.bayes, Rank1Rule) else plain).update(own)
+        plain.update(id(mean) for mean in layer.bayes.means(layer))
+    groups: dict[str, list[nn.Parameter]] = {"decayed": [], "undecayed": [], "factors": []}
+    for parameter in unwrap(model).parameters():
+        if parameter.requires_grad:
+            kind = (
+                "factors"
+                if id(parameter) in factors
+                else "undecayed"
+                if id(parameter) in plain
+                else "decayed"
+            )
+            groups[kind].append(parameter)
+    rates = {"decayed": lr, "undecayed": lr, "factors": lr * factor_lr_multiplier}
+    return [
+        {
+            "name": name,
+            "params": params,
+            "lr": rates[name],
+            "weight_decay": weight_decay if name == "decayed" else 0.0,
+        }
+        for name, params in groups.items()
+        if params
+    ]

@@ -1,0 +1,102 @@
+"""What a converted model remembers about its conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.layers.base import Converted
+from slimbayes.layers.ensembled import Ensembled
+from slimbayes.methods.base import Method
+
+ATTRIBUTE = "_slimbayes"
+
+
+@dataclass
+class Record:
+    """Methods, which layers each converted, and what was left alone (name, type, reason)."""
+
+    methods: tuple[Method, ...]
+    layers: dict[str, int]
+    left_alone: tuple[tuple[str, str, str], ...]
+    base_parameters: int
+    layer_parameters: dict[str, int]
+    components: int
+    step_components: int | None
+    trains_base: bool
+    rows_checked: bool = False
+    mixing: list[Tensor] = field(default_factory=list)  # log-probabilities [draws] of the last draw's indices
+    baseline: Tensor = field(default_factory=lambda: torch.zeros(()))  # running nll, for learned mixing
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        # The last draw's log-probabilities belong to its graph, not to a copy of the model.
+        return Record(
+            self.methods,
+            dict(self.layers),
+            self.left_alone,
+            self.base_parameters,
+            dict(self.layer_parameters),
+            self.components,
+            self.step_components,
+            self.trains_base,
+            self.rows_checked,
+        )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile and DistributedDataParallel wrappers.
+
+    >>> unwrap(nn.Linear(1, 1))
+    Linear(in_features=1, out_features=1, bias=True)
+    """
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__name__ in (
+            "DistributedDataParallel",
+            "DataParallel",
+            "FullyShardedDataParallel",
+        ):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def find_record(model: nn.Module) -> Record:
+    """The record of a converted model, or of the one converted network inside it."""
+    model = unwrap(model)
+    found: Record | None = model.__dict__.get(ATTRIBUTE)
+    if found is not None:
+        return found
+    inside = [(name, m.__dict__[ATTRIBUTE]) for name, m in model.named_modules() if ATTRIBUTE in m.__dict__]
+    if not inside:
+        raise ValueError(
+            f"this {type(model).__name__} has not been converted; call sb.bayesianize(model, method) first "
+            f"(sb.Deterministic() keeps the network as it is)"
+        )
+    if len(inside) > 1:
+        names = ", ".join(repr(name) for name, _ in inside)
+        raise ValueError(
+            f"this {type(model).__name__} holds several converted networks ({names}); convert the whole model "
+            f"with one call and a list of (selector, method) rules instead"
+        )
+    record: Record = inside[0][1]
+    return record
+
+
+def converted_layers(model: nn.Module) -> Iterator[tuple[str, Converted]]:
+    """Every converted layer with its name, each once."""
+    for name, module in unwrap(model).named_modules():
+        if isinstance(module, Converted):
+            yield name, module
+
+
+def converted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Converted layers and ensembled modules with their names."""
+    for name, module in unwrap(model).named_modules():
+        if isinstance(module, Converted | Ensembled):
+            yield name, module

@@ -139,8 +139,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{str(path)!r} is not a whole safetensors file ({error}); it was truncated or is of another kind. "
-            f"Use an earlier checkpoint"
+            f"{str(path)!r} is not a whole safetensors file ({error}); it was truncated or is of another "
+            f"kind. Use an earlier checkpoint"
         ) from error
     if HEADER not in metadata:
         raise CheckpointError(
@@ -161,8 +161,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     if not intact:
         raise CheckpointError(
-            f"the contents of {str(path)!r} do not match their checksum: the file was damaged or changed after it "
-            f"was saved. Use an earlier checkpoint"
+            f"the contents of {str(path)!r} do not match their checksum: the file was damaged or changed "
+            f"after it was saved. Use an earlier checkpoint"
         )
     tensors.update({name: tensors[original] for name, original in aliases.items()})
     return header, tensors
@@ -207,8 +207,8 @@ def _check_same(existing: Record, header: dict[str, Any], path: str | os.PathLik
         names = ", ".join(entry["name"] for entry in header["methods"])
         have = ", ".join(entry["name"] for entry in mine)
         raise CheckpointError(
-            f"{str(path)!r} holds a network converted by {names}, and the given network is already converted by "
-            f"{have} with other options or layers; pass the plain network to sb.load"
+            f"{str(path)!r} holds a network converted by {names}, and the given network is already converted "
+            f"by {have} with other options or layers; pass the plain network to sb.load"
         )
 
 

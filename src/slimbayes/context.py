@@ -57,7 +57,7 @@ def current_draw() -> Draw | None:
     return _STATE.current
 
 
-class activate:  # noqa: N801 - reads as a verb in a with statement
+class activate:
     """Make ``draw`` the one that converted layers see inside the with block."""
 
     def __init__(self, draw: Draw) -> None:
@@ -117,7 +117,7 @@ class Frame:
         draw = self.draw
         if draw is None or draw.seed is None:
             size = (self.components, self.samples, examples, *shape)
-            return _fresh_noise(kind, size, dtype, device)
+            return fresh_noise(kind, size, dtype, device)
         component_ids = draw.component_ids
         if component_ids is None:
             component_ids = torch.arange(self.components, device=device)
@@ -136,7 +136,8 @@ class Frame:
         return cache[key]
 
 
-def _fresh_noise(kind: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def fresh_noise(kind: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Standard noise from torch's own generator."""
     if kind == "normal":
         return torch.randn(size, dtype=dtype, device=device)
     uniform = torch.rand(size, dtype=dtype, device=device)

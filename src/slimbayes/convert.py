@@ -1,4 +1,4 @@
-"""``bayesianize``: choose layers, retype them in place, and remember what was done and what was left alone."""
+"""``bayesianize``: choose layers, retype them in place, and remember what was done and what was left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def bayesianize(
     included. Returns the same model.
 
     >>> import slimbayes as sb
-    >>> net = sb.bayesianize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), sb.Rank1(components=2))
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> net = sb.bayesianize(net, sb.Rank1(components=2))
     >>> type(net[0]).__name__
     'BayesLinear'
     """
@@ -69,8 +70,8 @@ def _rules(method: MethodOrRules, include: Selection | None) -> list[tuple[Selec
     counts = {m.draw_components for _, m in method if m.draw_components > 1}
     if len(counts) > 1:
         raise ValueError(
-            f"the rules have different numbers of components ({', '.join(map(str, sorted(counts)))}), but one draw "
-            f"has one component axis; give all of them the same number"
+            f"the rules have different numbers of components ({', '.join(map(str, sorted(counts)))}), but "
+            f"one draw has one component axis; give all of them the same number"
         )
     return list(method)
 
@@ -80,8 +81,8 @@ def _check_unconverted(model: nn.Module) -> None:
         if ATTRIBUTE in module.__dict__ or isinstance(module, Converted):
             where = f"its module {name!r} is" if name else "it is"
             raise ValueError(
-                f"this {type(model).__name__} cannot be converted: {where} converted already. Convert a fresh "
-                f"network, and use a list of (selector, method) rules to mix methods"
+                f"this {type(model).__name__} cannot be converted: {where} converted already. Convert a "
+                f"fresh network, and use a list of (selector, method) rules to mix methods"
             )
 
 
@@ -184,8 +185,8 @@ def _plan_ensemble(
     if selection is None:
         if exclude is not None:
             raise ValueError(
-                "DeepEnsemble makes members of the whole model, so exclude needs include: name the modules that "
-                "have members"
+                "DeepEnsemble makes members of the whole model, so exclude needs include: name the modules "
+                "that have members"
             )
         plan.wholes[""] = index
         return True
@@ -254,7 +255,7 @@ def _apply_plan(model: nn.Module, plan: _Plan, methods: list[Method]) -> None:
     silent = [f"{name} ({kind})" for name, kind, why in plan.left_alone if why.startswith("recurrent")]
     if silent:
         warnings.warn(
-            f"left alone, because recurrent and attention layers have no converted class yet: {', '.join(silent)}",
+            f"left alone: {', '.join(silent)}; recurrent and attention layers have no converted class yet",
             stacklevel=3,
         )
 
@@ -290,9 +291,9 @@ def _follow_ties(model: nn.Module, plan: _Plan, methods: list[Method]) -> None:
             )
             if refusal is not None:
                 raise ValueError(
-                    f"layers {name!r} and {other!r} share one weight, which {type(methods[index]).__name__} would "
-                    f"make random in both, but {other!r} ({type(modules[other]).__name__}) cannot follow: "
-                    f"{refusal}. Exclude {name!r}, or untie the two"
+                    f"layers {name!r} and {other!r} share one weight, which {type(methods[index]).__name__} "
+                    f"would make random in both, but {other!r} ({type(modules[other]).__name__}) cannot "
+                    f"follow: {refusal}. Exclude {name!r}, or untie the two"
                 )
             plan.layers[other] = index
             plan.left_alone = [row for row in plan.left_alone if row[0] != other]
@@ -303,11 +304,11 @@ def _activate_dropout(model: nn.Module) -> None:
         active = ACTIVE.get(type(module))
         if active is not None:
             module.__class__ = active
-            module.source = name or "dropout"  # type: ignore[assignment]
+            module.source = name or "dropout"
 
 
 def _disable_fast_paths(model: nn.Module) -> None:
-    # In eval mode these two hand the weights of their children to one fused kernel and never call the children.
+    # In eval mode these two hand their children's weights to one fused kernel and never call the children.
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(
             isinstance(m, Converted) for m in module.modules()

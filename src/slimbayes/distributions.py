@@ -49,6 +49,9 @@ class LogNormal(td.Distribution):
     noise = "normal"
     arg_constraints = {}
 
+    loc: Tensor
+    scale: Tensor
+
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
         self.loc, self.scale = torch.broadcast_tensors(loc, scale)
         super().__init__(self.loc.shape, validate_args=False)
@@ -73,6 +76,9 @@ class HalfCauchy(td.Distribution):
 
     noise = "cauchy"
     arg_constraints = {}
+
+    loc: Tensor
+    scale: Tensor
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
         self.loc, self.scale = torch.broadcast_tensors(loc, scale)
@@ -182,7 +188,8 @@ class Patch(td.Distribution):
     def point(self) -> Tensor:
         """Σ_k p_k M_k, written around M_0 so that equal components give exactly themselves."""
         first = self.points[0]
-        return first + torch.tensordot(self.probs.to(first.dtype), self.points - first, dims=1)
+        shift: Tensor = torch.tensordot(self.probs.to(first.dtype), self.points - first, dims=1)
+        return first + shift
 
 
 Spread = Normal | Cauchy | LogNormal | HalfCauchy | Delta | ScaledBernoulli | KTiedNormal

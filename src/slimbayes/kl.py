@@ -6,31 +6,38 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch import distributions as td
 from torch.distributions.kl import register_kl
 
 from slimbayes import distributions as d
+from slimbayes.context import fresh_noise
 
-_Closed = Callable[[Any, Any], Tensor]
-_TOTALS: dict[tuple[type, type], _Closed] = {}
+_Formula = Callable[[Any, Any], Tensor]
+_CLOSED: dict[tuple[type, type], _Formula] = {}
 
 
-def _total(q: type, p: type) -> Callable[[_Closed], _Closed]:
-    # torch's own dispatch walks its registry with generators, which torch.compile cannot trace:
-    # our exact pairs are looked up here, and registered with torch as well where they are elementwise.
-    def keep(function: _Closed) -> _Closed:
-        _TOTALS[(q, p)] = function
-        return function
+def _closed(q: type, p: type, torch_pair: tuple[type, type] | None = None) -> Callable[[_Formula], _Formula]:
+    """Register a formula for an exact pair of our types, and with torch where torch has none.
+
+    torch's own dispatch walks its registry with generators, which torch.compile cannot trace.
+    """
+
+    def keep(formula: _Formula) -> _Formula:
+        _CLOSED[(q, p)] = formula
+        if torch_pair is not None:
+            register_kl(*torch_pair)(formula)
+        return formula
 
     return keep
 
 
-@_total(d.Normal, d.Normal)
-def normal_normal(q: td.Normal, p: td.Normal) -> Tensor:
-    """log(σ_p/σ) + (σ² + (μ − μ_p)²)/(2σ_p²) − ½, elementwise.
+@_closed(d.Normal, d.Normal)
+@_closed(d.LogNormal, d.LogNormal, (d.LogNormal, d.LogNormal))
+def normal_normal(q: td.Normal | d.LogNormal, p: td.Normal | d.LogNormal) -> Tensor:
+    """log(σ_p/σ) + (σ² + (μ − μ_p)²)/(2σ_p²) − ½, elementwise; log-normals have it in log-space.
 
+    >>> import torch
     >>> one = torch.ones(())
     >>> float(normal_normal(td.Normal(0 * one, one), td.Normal(0 * one, one)))
     0.0
@@ -39,19 +46,11 @@ def normal_normal(q: td.Normal, p: td.Normal) -> Tensor:
     return 0.5 * (variance + ((q.loc - p.loc) / p.scale).square() - 1.0 - variance.log())
 
 
-@_total(d.LogNormal, d.LogNormal)
-@register_kl(d.LogNormal, d.LogNormal)
-def lognormal_lognormal(q: d.LogNormal, p: d.LogNormal) -> Tensor:
-    """The Normal formula in log-space: the KL does not change under the common map exp."""
-    variance = (q.scale / p.scale).square()
-    return 0.5 * (variance + ((q.loc - p.loc) / p.scale).square() - 1.0 - variance.log())
-
-
-@_total(d.Cauchy, d.Cauchy)
-@register_kl(td.Cauchy, td.Cauchy)
+@_closed(d.Cauchy, d.Cauchy, (td.Cauchy, td.Cauchy))
 def cauchy_cauchy(q: td.Cauchy, p: td.Cauchy) -> Tensor:
     """log(((γ + γ_p)² + (m − m_p)²)/(4 γ γ_p)), elementwise (Chyzak and Nielsen 2019).
 
+    >>> import torch
     >>> one = torch.ones(())
     >>> float(cauchy_cauchy(td.Cauchy(0 * one, one), td.Cauchy(0 * one, one)))
     0.0
@@ -60,14 +59,13 @@ def cauchy_cauchy(q: td.Cauchy, p: td.Cauchy) -> Tensor:
     return numerator.log() - math.log(4.0) - q.scale.log() - p.scale.log()
 
 
-@_total(d.HalfCauchy, d.HalfCauchy)
-@register_kl(d.HalfCauchy, d.HalfCauchy)
+@_closed(d.HalfCauchy, d.HalfCauchy, (d.HalfCauchy, d.HalfCauchy))
 def halfcauchy_halfcauchy(q: d.HalfCauchy, p: d.HalfCauchy) -> Tensor:
-    """log((γ + γ_p)²/(4 γ γ_p)): the log-ratio is symmetric about the common location, so folding keeps it."""
+    """log((γ + γ_p)²/(4 γ γ_p)): the Cauchy's, for its log-ratio is symmetric about the common location."""
     return 2.0 * (q.scale + p.scale).log() - math.log(4.0) - q.scale.log() - p.scale.log()
 
 
-@_total(d.KTiedNormal, d.Normal)
+@_closed(d.KTiedNormal, d.Normal)
 def ktied_normal(q: d.KTiedNormal, p: td.Normal) -> Tensor:
     """The Normal formula summed, with Σσ² = Σ_ab (UᵀU)_ab (VᵀV)_ab: no m×n square is formed.
 
@@ -83,7 +81,7 @@ def ktied_normal(q: d.KTiedNormal, p: td.Normal) -> Tensor:
     return 0.5 * (squares + means) / p.scale.square() - logs + elements * (p.scale.log() - 0.5)
 
 
-@_total(d.Patch, d.Normal)
+@_closed(d.Patch, d.Normal)
 def patch_normal(q: d.Patch, p: td.Normal) -> Tensor:
     """Equation 6 of the EMP paper: Σ_k p_k ‖M_k‖²/(2σ_p²), plus n·KL(p‖uniform) for n indices.
 
@@ -94,20 +92,20 @@ def patch_normal(q: d.Patch, p: td.Normal) -> Tensor:
     return 0.5 * (q.probs * energy).sum() + q.indices * mixing
 
 
-@_total(d.Delta, d.Normal)
+@_closed(d.Delta, d.Normal)
 def delta_normal(q: d.Delta, p: td.Normal) -> Tensor:
     """‖M − μ_p‖²/(2σ_p²): a Normal of vanishing spread, up to its (infinite) constant."""
     return 0.5 * ((q.loc - p.loc) / p.scale).square().sum()
 
 
+def _sample(q: d.Spread) -> Tensor:
+    assert q.noise is not None
+    return q.from_noise(fresh_noise(q.noise, tuple(q.loc.shape), q.loc.dtype, q.loc.device))
+
+
 def monte_carlo(q: d.Spread, p: d.Spread) -> Tensor:
     """log q(x) − log p(x) at one x ~ q per element: for pairs without a closed form."""
-    shape = q.loc.shape
-    if q.noise == "cauchy":
-        noise = torch.tan(torch.pi * (torch.rand(shape, dtype=q.loc.dtype, device=q.loc.device) - 0.5))
-    else:
-        noise = torch.randn(shape, dtype=q.loc.dtype, device=q.loc.device)
-    x = q.from_noise(noise)
+    x = _sample(q)
     return q.log_prob(x) - p.log_prob(x)
 
 
@@ -119,7 +117,7 @@ def check_pair(q: type, p: type) -> None:
 
     >>> check_pair(d.Normal, d.Normal)
     """
-    if (q, p) in _TOTALS or (q, p) in _MONTE_CARLO or q in (d.Delta, d.ScaledBernoulli):
+    if (q, p) in _CLOSED or (q, p) in _MONTE_CARLO or q in (d.Delta, d.ScaledBernoulli):
         return
     if (q, p) == (d.Cauchy, d.Normal):
         raise ValueError(
@@ -127,27 +125,30 @@ def check_pair(q: type, p: type) -> None:
             "use prior=sb.Cauchy(loc, scale)"
         )
     raise ValueError(
-        f"the KL of a {q.__name__} posterior against a {p.__name__} prior is not defined here (their supports "
-        f"differ or no formula is known); use a prior of the posterior's own family, sb.{q.__name__}(loc, scale)"
+        f"the KL of a {q.__name__} posterior against a {p.__name__} prior is not defined here (their "
+        f"supports differ or no formula is known); use a prior of the posterior's own family, "
+        f"sb.{q.__name__}(loc, scale)"
     )
 
 
 def total_kl(q: td.Distribution, p: td.Distribution) -> Tensor:
     """KL(q‖p), summed over all elements.
 
+    >>> import torch
     >>> zero, one = torch.zeros(3), torch.ones(3)
     >>> float(total_kl(d.Normal(zero + 1, one), d.Normal(zero, one)))
     1.5
     """
     q, p = at_least_float32(q), at_least_float32(p)
-    closed = _TOTALS.get((type(q), type(p)))
-    if closed is None:
+    formula = _CLOSED.get((type(q), type(p)))
+    if formula is None:
         return monte_carlo(q, p).sum()  # type: ignore[arg-type]
-    return closed(q, p).sum()
+    return formula(q, p).sum()
 
 
 def at_least_float32(spread: Any) -> Any:
     """The same distribution with 16-bit parameters raised to float32: a KL sums millions of terms."""
+    tensors: tuple[Tensor, ...]
     if isinstance(spread, d.KTiedNormal):
         tensors = (spread.loc, spread.u, spread.v)
     elif isinstance(spread, d.Delta):
@@ -166,19 +167,15 @@ def at_least_float32(spread: Any) -> Any:
 def mixture_kl(terms: Sequence[tuple[d.Spread, d.Spread]]) -> Tensor:
     """KL of the joint mixture over all terms, by one sample of every component.
 
-    q(θ) = (1/K) Σ_k Π_layers q_k(θ_layer), so log q = logsumexp_k Σ_layers log q_k − log K, and the estimate is
-    (1/K) Σ_j [log q(θ_j) − log p(θ_j)] with θ_j ~ q_j in every layer at once. Each term's q has a leading
+    q(θ) = (1/K) Σ_k Π_layers q_k(θ_layer), so log q = logsumexp_k Σ_layers log q_k − log K, and the estimate
+    is (1/K) Σ_j [log q(θ_j) − log p(θ_j)] with θ_j ~ q_j in every layer at once. Each term's q has a leading
     component axis [K, ...].
     """
     components = terms[0][0].loc.shape[0]
     log_q = terms[0][0].loc.new_zeros(components, components)  # [sample's component, density's component]
     log_p = terms[0][0].loc.new_zeros(components)
     for q, p in ((at_least_float32(q), at_least_float32(p)) for q, p in terms):
-        if q.noise == "cauchy":
-            noise = torch.tan(torch.pi * (torch.rand_like(q.loc) - 0.5))
-        else:
-            noise = torch.randn_like(q.loc)
-        x = q.from_noise(noise)  # [K, d]
+        x = _sample(q)  # [K, d]
         log_q = log_q + q.log_prob(x.unsqueeze(1)).flatten(2).sum(2)  # [K, K]
         log_p = log_p + p.log_prob(x).flatten(1).sum(1)
     joint = log_q.logsumexp(1) - math.log(components)

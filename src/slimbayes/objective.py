@@ -110,8 +110,8 @@ def elbo(
 def _check_elbo(draws: Any, targets: Tensor, num_data: int | None, reduction: str, kl_weight: float) -> None:
     if not isinstance(draws, Tensor):
         raise TypeError(
-            f"elbo needs the draws as a tensor [draws, batch, ...], got {type(draws).__name__}; for a model that "
-            f"returns several outputs pass the one to score, for example draws.logits"
+            f"elbo needs the draws as a tensor [draws, batch, ...], got {type(draws).__name__}; for a model "
+            f"that returns several outputs pass the one to score, for example draws.logits"
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"unknown reduction {reduction!r}; use one of {', '.join(map(repr, REDUCTIONS))}")
@@ -120,7 +120,7 @@ def _check_elbo(draws: Any, targets: Tensor, num_data: int | None, reduction: st
     batch = targets.shape[0] if targets.dim() else 1
     if num_data < batch:
         raise ValueError(
-            f"num_data={num_data} is smaller than the batch of {batch}: it is the size of the whole training set"
+            f"num_data={num_data} is smaller than the batch of {batch}: it is the size of the training set"
         )
     if not (math.isfinite(kl_weight) and kl_weight >= 0):
         raise ValueError(f"kl_weight must be finite and at least 0, got {kl_weight!r}")
@@ -194,7 +194,8 @@ class StepAnnealing:
     def __post_init__(self) -> None:
         if not self.coefficient > 0 or self.every < 1:
             raise ValueError(
-                f"StepAnnealing needs a positive coefficient and every ≥ 1, got {self.coefficient!r}, {self.every!r}"
+                f"StepAnnealing needs a positive coefficient and every ≥ 1, got {self.coefficient!r} and "
+                f"{self.every!r}"
             )
 
     def __call__(self, step: int) -> float:
@@ -205,7 +206,7 @@ class StepAnnealing:
 def parameter_groups(
     model: nn.Module, lr: float, weight_decay: float, factor_lr_multiplier: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: decay where a weight has no prior of its own, none on factors, spreads and their means.
+    """Optimizer groups: decay where a weight has no prior of its own, none on factors and spreads.
 
     Decayed: shared weights, biases, norm parameters and EMP/ECMP components. Not decayed: rank-1 factors
     (their learning rate times ``factor_lr_multiplier``), spreads, mixing logits, MeanField and KTied means.

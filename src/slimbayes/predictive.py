@@ -147,10 +147,10 @@ class Predictive(ABC):
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """log p(y|x) = logsumexp_d log p(y|x, d) − log D, [B]: joint over a row's target elements."""
-        if self._draws is None and targets.is_floating_point() and bool((targets % 1 != 0).any()):
+        log_prob = self.likelihood.log_prob(self._outputs("log_prob"), targets)  # [D, B]
+        if self._draws is None and targets.is_floating_point() and (targets % 1 != 0).any():
             self._need("log_prob of fractional targets")
-        outputs = self._outputs("log_prob")
-        return self.likelihood.log_prob(outputs, targets).logsumexp(0) - math.log(outputs.shape[0])
+        return log_prob.logsumexp(0) - math.log(log_prob.shape[0])
 
     @property
     def shape(self) -> torch.Size:
@@ -168,7 +168,7 @@ class Predictive(ABC):
     def __getitem__(self, index: slice | Tensor) -> Predictive:
         """The predictive of some rows of the batch: a slice, a mask or a tensor of row numbers."""
         if not (isinstance(index, slice) or (isinstance(index, Tensor) and index.ndim == 1)):
-            raise TypeError(f"index predictives by a slice or a 1-d tensor, not {index!r}; row i is [i:i + 1]")
+            raise TypeError(f"index by a slice or a 1-d tensor, not by {index!r}: pred[i:i + 1] is row i")
         draws = None if self._draws is None else self._draws[:, index]
         return type(self)(self.likelihood, self.moments.map(lambda tensor: tensor[index]), draws)
 
@@ -279,7 +279,7 @@ class BernoulliPredictive(Predictive):
 
     def _mixture(self, what: str) -> Tensor:
         log_q, log_p = self.moments.log_mean.unbind(-1)
-        return (log_p - log_q).view(self.shape)  # the log-odds
+        return log_p - log_q  # the log-odds
 
 
 @final

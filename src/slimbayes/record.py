@@ -81,8 +81,8 @@ def find_record(model: nn.Module) -> Record:
     if len(inside) > 1:
         names = ", ".join(repr(name) for name, _ in inside)
         raise ValueError(
-            f"this {type(model).__name__} holds several converted networks ({names}); convert the whole model "
-            f"with one call and a list of (selector, method) rules instead"
+            f"this {type(model).__name__} holds several converted networks ({names}); convert the whole "
+            f"model with one call and a list of (selector, method) rules instead"
         )
     record: Record = inside[0][1]
     return record

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from slimbayes import distributions as d
@@ -19,7 +18,7 @@ KLTerm = tuple[str, Any, Any, str]  # (name of the random tensor, q, p, reductio
 class Slot(NamedTuple):
     """One float input of an operation: its position among the inputs, its channel axis and size."""
 
-    index: int
+    position: int
     axis: int
     size: int
 
@@ -27,8 +26,8 @@ class Slot(NamedTuple):
 class Operation(nn.Module, ABC):
     """A layer seen by a rule: tensors, geometry, and two ways to run it. Rows are always axis 0."""
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Any  # Tensor; torch's own classes disagree on whether it may be None
+    bias: Any  # Tensor or None
     linear: ClassVar[bool]  # linear in the weight and in every input
     float_input: ClassVar[bool]  # the input is numbers, not indices
     matrix_weight: ClassVar[bool]  # the weight has at least two axes
@@ -120,13 +119,13 @@ def scale_inputs(
     start = 0
     for slot in op.input_slots:
         part = factor[..., start : start + slot.size]
-        changed[slot.index] = rowwise(inputs[slot.index], part, slot.axis, frame, combine)
+        changed[slot.position] = rowwise(inputs[slot.position], part, slot.axis, frame, combine)
         start += slot.size
     return tuple(changed)
 
 
 def per_draw(op: Operation, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Run an operation with one weight per draw, [draws, *shape]: torch's own kernel when there is one draw."""
+    """Run an operation with one weight per draw, [draws, *shape]; one draw calls torch's own kernel."""
     if weight.shape[0] == 1:
         return op.compute(inputs, weight[0], None if bias is None else bias[0])
     return op.grouped(inputs, weight, bias)

@@ -27,9 +27,9 @@ class DroppedRule(Rule):
         if frame.noise != "mean" and self.rate > 0:
             changed = list(inputs)
             for slot in op.input_slots:
-                source = f"{self.name}.mask{slot.index}"
+                source = f"{self.name}.mask{slot.position}"
                 axis = slot.axis if self.per_channel else None
-                changed[slot.index] = dropped(inputs[slot.index], frame, source, self.rate, axis)
+                changed[slot.position] = dropped(inputs[slot.position], frame, source, self.rate, axis)
             inputs = tuple(changed)
         return op.compute(inputs, op.weight, op.bias)
 
@@ -57,4 +57,5 @@ def dropped(x: Tensor, frame: Frame, source: str, rate: float, channel_axis: int
     shape = (frame.extra, *x.shape[1:])
     noise = frame.noise_like("uniform", source, shape, dtype, x.device, per_example)
     mask = (noise >= rate).to(x.dtype) / (1.0 - rate)  # [K, S, B or 1, extra, ...]
-    return (x.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra)) * mask).flatten(0, 3)
+    rows: Tensor = x.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra))
+    return (rows * mask).flatten(0, 3)

@@ -32,7 +32,13 @@ def split_rows(value: Any, groups: int, rows: int) -> list[Any]:
     return [value] * groups
 
 
-def run_members(call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any], members: int, rows: int, args: Any, kwargs: Any) -> Any:  # fmt: skip
+def run_members(
+    call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
+    members: int,
+    rows: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """Call every member on its own rows, component-major, and join the outputs leaf by leaf."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     parts = [split_rows(leaf, members, rows) for leaf in leaves]

@@ -93,9 +93,10 @@ class Rank1Rule(Rule):
 
 
 def _picked(factor: Factor, frame: Frame) -> d.Spread:
-    spread = factor()
+    spread: d.Spread = factor()
     if frame.draw is None or frame.draw.component_ids is None:
         return spread
     if isinstance(spread, d.Delta):
         return d.Delta(frame.pick(spread.loc))
-    return type(spread)(frame.pick(spread.loc), frame.pick(spread.scale))  # type: ignore[call-arg, union-attr]
+    assert isinstance(spread, d.Normal | d.Cauchy | d.LogNormal | d.HalfCauchy)
+    return type(spread)(frame.pick(spread.loc), frame.pick(spread.scale))

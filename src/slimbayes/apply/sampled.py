@@ -151,7 +151,7 @@ def local_variance(op: Operation, inputs: Inputs, weight: d.Spread) -> Tensor:
     """
     squares = list(inputs)
     for slot in op.input_slots:
-        squares[slot.index] = inputs[slot.index].square()
+        squares[slot.position] = inputs[slot.position].square()
     if isinstance(weight, d.KTiedNormal) and op.is_matrix:
         u, v = op.matrix_sides(weight.u, weight.v)  # [in, k], [out, k]
         a, b = torch.triu_indices(u.shape[1], u.shape[1], device=u.device).unbind()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from torch import nn
 
 from slimbayes.layers.base import Converted
@@ -59,9 +57,13 @@ def is_transposed_linear(kind: type[nn.Module]) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-@lru_cache(maxsize=None)
+_TRANSPOSED: dict[type[nn.Module], type[Converted]] = {}
+
+
 def _transposed_class(kind: type[nn.Module]) -> type[Converted]:
-    return type("BayesConv1D", (TransposedLinear, kind), {})
+    if kind not in _TRANSPOSED:
+        _TRANSPOSED[kind] = type("BayesConv1D", (TransposedLinear, kind), {})
+    return _TRANSPOSED[kind]
 
 
 def converted_class(module: nn.Module) -> type[Converted] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -84,12 +86,13 @@ _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose
 
 class _Transposed(_Convolution):
     stride: tuple[int, ...]
-    padding: tuple[int, ...]
+    padding: Any
     dilation: tuple[int, ...]
 
     def compute(self, inputs: Inputs, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """torch's kernel."""
         x, output_padding = inputs
+        assert weight is not None
         run = _TRANSPOSED[len(self.kernel_size)]
         output: Tensor = run(
             x, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation

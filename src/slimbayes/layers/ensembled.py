@@ -65,7 +65,7 @@ class Ensembled(nn.Module):
 
 
 def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Module], None] | None) -> None:
-    """Retype ``module`` in place as an ensemble: member 0 keeps its tensors, ``reset`` re-draws the others."""
+    """Retype ``module`` in place: member 0 keeps its tensors, ``reset`` re-draws the others."""
     copies = [module, *(copy.deepcopy(module) for _ in range(members - 1))]
     if reset is not None:
         for member in copies[1:]:

@@ -79,12 +79,12 @@ class TransposedLinear(Converted):
     @property
     def output_size(self) -> int:
         """Output features."""
-        return self.weight.shape[-1]
+        return int(self.weight.shape[-1])
 
     @property
     def fan_in(self) -> int:
         """Input features."""
-        return self.weight.shape[-2]
+        return int(self.weight.shape[-2])
 
     def matrix_sides(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The weight is [in, out]."""

@@ -1,4 +1,4 @@
-"""MCDropout and DropConnect: Bernoulli noise on inputs or weights, scaled to mean one (Gal 2016; Wan 2013)."""
+"""MCDropout and DropConnect: Bernoulli noise on inputs or weights, scaled to mean one."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def reset_tree(member: nn.Module, initializer: Callable[[nn.Module], None] | Non
             return
     if next(member.parameters(recurse=False), None) is not None:
         raise ValueError(
-            f"{type(member).__name__} holds parameters but no reset_parameters method, so new members cannot be "
-            f"drawn; pass DeepEnsemble(reinitialize=your_function) or reinitialize=False to copy the weights"
+            f"{type(member).__name__} holds parameters but no reset_parameters method, so new members cannot "
+            f"be drawn; pass DeepEnsemble(reinitialize=your_function), or reinitialize=False to copy weights"
         )
     for child in member.children():
         reset_tree(child, None)

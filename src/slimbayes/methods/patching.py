@@ -51,8 +51,8 @@ class _Patching(Method, ABC):
         for item in self.patch:
             if not (isinstance(item, str | type) or callable(item)):
                 raise ValueError(
-                    f"patch entry {item!r} is not understood; use 'norm', 'input', 'output', a layer's full name, "
-                    f"a module type, or a callable on (name, module)"
+                    f"patch entry {item!r} is not understood; use 'norm', 'input', 'output', a layer's full "
+                    f"name, a module type, or a callable on (name, module)"
                 )
 
     @property

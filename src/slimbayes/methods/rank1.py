@@ -1,4 +1,4 @@
-"""Rank1 and BatchEnsemble: W ∘ r sᵀ with one (r, s) per component (Dusenberry et al. 2020; Wen et al. 2020)."""
+"""Rank1 and BatchEnsemble: W ∘ r sᵀ, one (r, s) per component (Dusenberry 2020; Wen 2020)."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class Rank1(Method):
             posteriors.dropout_stddev(self.dropout_rate)
         if self.perturbation == "additive" and self.random_sign_init > 0:
             raise ValueError(
-                f"random_sign_init={self.random_sign_init} draws ±1, which has no meaning for additive factors "
-                f"around 0; use a value ≤ 0, the standard deviation of their start"
+                f"random_sign_init={self.random_sign_init} draws ±1, which has no meaning for additive "
+                f"factors around 0; use a value ≤ 0, the standard deviation of their start"
             )
         if self.perturbation == "additive" and self.posterior == "lognormal":
             raise ValueError(

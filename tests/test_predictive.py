@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -88,8 +89,8 @@ def test_law_of_total_variance_and_of_entropy(likelihood: Likelihood) -> None:
     close(pred.entropy, pred.expected_entropy + pred.mutual_information)
     assert (pred.epistemic > 0).all() and (pred.mutual_information > 0).all()
     agreed = likelihood.predictive(outputs(1, B, C).expand(D, B, C))
-    assert agreed.epistemic.max() < 1e-25 and 0 <= agreed.mutual_information.min()
-    assert agreed.mutual_information.max() < 1e-9
+    assert agreed.epistemic.max() < 1e-25
+    assert agreed.mutual_information.min() >= 0 and agreed.mutual_information.max() < 1e-9
 
 
 @settings(max_examples=60, deadline=None)
@@ -150,8 +151,8 @@ def test_mixture_entropy_against_adaptive_integration(name: str) -> None:
 
     knots = np.unique(np.concatenate([loc + k * scale for k in (-9, -4, -2, 0, 2, 4, 9)]))
     if name == "many":
-        knots = knots[:: len(knots) // 20]
-    expected = sum(integrate.quad(integrand, a, b)[0] for a, b in zip(knots, knots[1:], strict=False))
+        knots = np.append(knots[::12], knots[-1])
+    expected = sum(integrate.quad(integrand, a, b)[0] for a, b in itertools.pairwise(knots))
     close(mixture(*MIXTURES[name]).entropy, [[expected]], 1e-5)
 
 
@@ -233,7 +234,7 @@ def stream(likelihood: Likelihood, draws: Tensor, sizes: list[int]) -> Moments:
 
 
 @settings(max_examples=40, deadline=None)
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), which=st.integers(0, 3), offset=st.booleans())
+@given(sizes=st.lists(st.integers(1, 5), min_size=1), which=st.integers(0, 3), offset=st.booleans())
 def test_streaming_equals_all_draws_at_once(sizes: list[int], which: int, offset: bool) -> None:
     likelihood = LIKELIHOODS[which]
     draws = outputs(sum(sizes), B, C)
@@ -251,9 +252,10 @@ def test_streamed_float32_keeps_a_small_spread_on_a_large_mean() -> None:
     close(pred.epistemic, draws.double().var(0, correction=0).float(), 1e-2)
 
 
-@pytest.mark.parametrize(("likelihood", "shape"), [(Categorical(), (C,)), (Bernoulli(), (1,)), (Bernoulli(), ())])
-def test_streamed_log_prob_and_samples_where_they_are_exact(likelihood: Likelihood, shape: tuple[int, ...]) -> None:
-    draws = outputs(D, B, *shape)
+@pytest.mark.parametrize("name", ["Categorical", "Bernoulli", "Bernoulli [B, 1]"])
+def test_streamed_log_prob_and_samples_where_they_are_exact(name: str) -> None:
+    likelihood = Categorical() if name == "Categorical" else Bernoulli()
+    draws = {"Categorical": outputs(D, B, C), "Bernoulli": outputs(D, B)}.get(name, outputs(D, B, 1))
     whole, streamed = likelihood.predictive(draws), likelihood.predictive(stream(likelihood, draws, [3, 4]))
     y = targets(likelihood, whole)
     close(streamed.log_prob(y), whole.log_prob(y), 1e-10)
@@ -305,8 +307,8 @@ def test_cat_undoes_indexing(likelihood: Likelihood, keep: bool) -> None:
     assert type(again) is type(pred) and len(pred[2:5]) == 3
     for name in STATISTICS:
         assert torch.equal(getattr(again, name), getattr(pred, name))
-    masked = pred[torch.arange(B) % 2 == 0]
-    assert torch.equal(masked.mean, pred.mean[::2]) and torch.equal(pred[torch.tensor([4])].mean, pred.mean[4:5])
+    masked, picked = pred[torch.arange(B) % 2 == 0], pred[torch.tensor([4])]
+    assert torch.equal(masked.mean, pred.mean[::2]) and torch.equal(picked.mean, pred.mean[4:5])
     if keep:
         assert torch.equal(again.draws, draws) and torch.equal(masked.draws, draws[:, ::2])
         y = targets(likelihood, pred)
@@ -323,7 +325,7 @@ def test_cat_and_indexing_refuse_what_they_cannot_do() -> None:
         Bernoulli().predictive(outputs(D, B, C)),
     ]
     for other in others:
-        with pytest.raises(ValueError, match="cannot cat .*same likelihood, number of draws"):
+        with pytest.raises(ValueError, match=r"cannot cat .*same likelihood, number of draws"):
             Predictive.cat([pred, other])
     with pytest.raises(ValueError, match="empty list"):
         Predictive.cat([])
@@ -352,5 +354,6 @@ def test_printing_and_moving() -> None:
     learned = Gaussian(2.0, learn="global").predictive(draws)
     assert torch.equal(learned.cpu().variance, learned.variance)
     meta = learned.to("meta")
-    assert meta.mean.device.type == meta.draws.device.type == "meta" == next(meta.likelihood.parameters()).device.type
+    moved = (meta.mean, meta.draws, *meta.likelihood.parameters())
+    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
     assert Categorical().predictive(Categorical().moments(draws)).cpu().shape == (B, C)

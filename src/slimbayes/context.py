@@ -35,8 +35,9 @@ class Draw:
     first_example: int = 0
     component_ids: Tensor | None = None
     cache: dict[str, Tensor] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)  # noises made so far, by source
     log_probs: dict[str, Tensor] = field(default_factory=dict)
-    rows_seen: dict[str, int] | None = None
+    rows_seen: dict[str, list[int]] | None = None  # of every call, by layer
 
     @property
     def rows(self) -> int:
@@ -124,7 +125,10 @@ class Frame:
         sample_ids = torch.arange(self.samples, device=device) + draw.first_sample
         example_ids = torch.arange(examples, device=device) + draw.first_example if per_example else None
         key = _constant_layer_key(draw.seed, source)
-        return keyed_noise(kind, key, 0, component_ids, sample_ids, example_ids, shape, dtype, device)
+        # A layer used again gets noise of its own, as it does without a seed; what is sampled once is cached.
+        stream = draw.calls.get(source, 0)
+        draw.calls[source] = stream + 1
+        return keyed_noise(kind, key, stream, component_ids, sample_ids, example_ids, shape, dtype, device)
 
     def once(self, key: str, make: Callable[[], Tensor]) -> Tensor:
         """Sample ``key`` once per draw: a module used twice, or tied to another, keeps one sample."""
@@ -134,6 +138,18 @@ class Frame:
         if key not in cache:
             cache[key] = make()
         return cache[key]
+
+
+def choose_components(total: int, count: int, seed: int | None, device: torch.device) -> Tensor:
+    """A random subset of the components, in random order; a function of the seed when there is one."""
+    if seed is None:
+        return torch.randperm(total, device=device)[:count]
+    key = _constant_layer_key(seed, "components")
+    return (
+        keyed_noise("uniform", key, 0, None, None, None, (total,), torch.float32, device)
+        .flatten()
+        .argsort()[:count]
+    )
 
 
 def fresh_noise(kind: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -162,7 +178,7 @@ def frame(layer: str, rows: int, components: int = 1) -> Frame:
             )
         return Frame(components, 1, rows // components, 1, "example", None)
     if draw.rows_seen is not None:
-        draw.rows_seen[layer] = rows
+        draw.rows_seen.setdefault(layer, []).append(rows)
     if rows % draw.rows != 0 or rows == 0:
         raise RowError(row_message(layer, rows, draw))
     return Frame(draw.components, draw.samples, draw.batch, rows // draw.rows, draw.noise, draw)

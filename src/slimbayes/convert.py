@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from torch import nn
 from slimbayes.layers import UNSUPPORTED, converted_class
 from slimbayes.layers.base import Converted
 from slimbayes.layers.dropout import ACTIVE
-from slimbayes.layers.ensembled import ensemble
+from slimbayes.layers.ensembled import Ensembled, ensemble
 from slimbayes.methods import DeepEnsemble, Deterministic, MCDropout, Method
 from slimbayes.methods.base import Outline, Shared, require_weight
 from slimbayes.record import ATTRIBUTE, Record
@@ -49,8 +50,30 @@ def bayesianize(
     _check_unconverted(model)
     rules = _rules(method, include)
     plan = _plan(model, rules, exclude)
-    _apply_plan(model, plan, [rule[1] for rule in rules])
+    with all_or_nothing(model):
+        _apply_plan(model, plan, [rule[1] for rule in rules])
     return model
+
+
+@contextlib.contextmanager
+def all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Put every module back as it was if the block raises: a model is never left half converted."""
+    stores = ("_parameters", "_buffers", "_modules")
+    modules = [
+        (m, type(m), {key: value.copy() if key in stores else value for key, value in vars(m).items()})
+        for m in model.modules()
+    ]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, kind, state in modules:
+            module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(state)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        raise
 
 
 def _rules(method: MethodOrRules, include: Selection | None) -> list[tuple[Selection | None, Method]]:
@@ -78,7 +101,7 @@ def _rules(method: MethodOrRules, include: Selection | None) -> list[tuple[Selec
 
 def _check_unconverted(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if ATTRIBUTE in module.__dict__ or isinstance(module, Converted):
+        if ATTRIBUTE in module.__dict__ or isinstance(module, Converted | Ensembled):
             where = f"its module {name!r} is" if name else "it is"
             raise ValueError(
                 f"this {type(model).__name__} cannot be converted: {where} converted already. Convert a "
@@ -218,10 +241,11 @@ def _apply_plan(model: nn.Module, plan: _Plan, methods: list[Method]) -> None:
     used = [methods[i] for i in (*plan.layers.values(), *plan.wholes.values())]
     base = sum(p.numel() for p in model.parameters())
     modules = dict(model.named_modules())
+    _check_ensemble_ties(modules, plan)
+    _follow_ties(model, plan, methods)
     before = {
         name: sum(p.numel() for p in modules[name].parameters()) for name in (*plan.layers, *plan.wholes)
     }
-    _follow_ties(model, plan, methods)
     steps = {m.step_components for m in methods if m.step_components is not None}
     if len(steps) > 1 or (steps and plan.wholes):
         raise ValueError(
@@ -269,6 +293,21 @@ def _convert_layer(module: nn.Module, name: str, method: Method, shared: Shared)
     module.bayes = method.attach(module, name or layer_class.title, shared)
 
 
+def _check_ensemble_ties(modules: dict[str, nn.Module], plan: _Plan) -> None:
+    """A parameter with members inside a part and none outside could not stay tied."""
+    for whole in plan.wholes:
+        own = set(modules[whole].modules())
+        inside = {id(p): name for name, p in modules[whole].named_parameters()}
+        for name, module in modules.items():
+            for key, parameter in module._parameters.items():
+                if module not in own and parameter is not None and id(parameter) in inside:
+                    raise ValueError(
+                        f"{inside[id(parameter)]!r} of module {whole!r} is tied to {key!r} of module {name!r}"
+                        ", which DeepEnsemble would leave without members: select a module that holds both, "
+                        "convert the whole model, or untie the two"
+                    )
+
+
 def _follow_ties(model: nn.Module, plan: _Plan, methods: list[Method]) -> None:
     """Modules tied to a weight that becomes random share its posterior, so they are converted with it."""
     owners: dict[int, list[str]] = {}
@@ -309,12 +348,11 @@ def _activate_dropout(model: nn.Module) -> None:
 
 def _disable_fast_paths(model: nn.Module) -> None:
     # In eval mode these two hand their children's weights to one fused kernel and never call the children.
+    changed: tuple[type[nn.Module], ...] = (Converted, Ensembled, *ACTIVE.values())
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(
-            isinstance(m, Converted) for m in module.modules()
-        ):
+        if not any(isinstance(child, changed) for child in module.modules() if child is not module):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
-        if isinstance(module, nn.TransformerEncoder) and any(
-            isinstance(m, Converted) for m in module.modules()
-        ):
+        if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.context import NOISE_MODES, Draw, RowError, activate, row_message
+from slimbayes.context import NOISE_MODES, Draw, RowError, activate, choose_components, row_message
 from slimbayes.record import Record, find_record, unwrap
 
 
@@ -39,24 +40,74 @@ def draw(
     >>> sb.draw(net, torch.zeros(5, 3), samples=2).shape
     torch.Size([8, 5, 2])
     """
+    find_record(model)
+    flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
+    return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
+
+
+@dataclass
+class FlatInputs:
+    """The leaves of all inputs, the positions of those that have the batch axis, and its length."""
+
+    leaves: list[Any]
+    spec: Any
+    tiled: set[int]
+    batch: int
+
+    def map_tiled(self, change: Callable[[Tensor], Tensor], batch: int) -> FlatInputs:
+        """The same inputs with every tensor that has the batch axis changed to another batch."""
+        leaves = [change(leaf) if i in self.tiled else leaf for i, leaf in enumerate(self.leaves)]
+        return FlatInputs(leaves, self.spec, self.tiled, batch)
+
+    def tile(self, draws: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with the batch repeated for every draw: [draws·B, ...], draws outermost."""
+        flat = self
+        if draws > 1:
+            flat = self.map_tiled(lambda leaf: leaf.expand(draws, *leaf.shape).flatten(0, 1), self.batch)
+        args, kwargs = pytree.tree_unflatten(flat.leaves, self.spec)
+        return args, kwargs
+
+
+def flatten_inputs(
+    model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], shared: Sequence[str | int]
+) -> FlatInputs:
+    """Find the batch axis: the first dimension of the first tensor and of all others of that length."""
+    leaves, spec = pytree.tree_flatten((inputs, named))
+    whole = _whole_leaves(model, inputs, named, shared)
+    batch = _batch_size(leaves, whole)
+    tiled = {
+        i
+        for i, leaf in enumerate(leaves)
+        if i not in whole and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+    }
+    return FlatInputs(leaves, spec, tiled, batch)
+
+
+def draw_flat(
+    model: nn.Module,
+    flat: FlatInputs,
+    samples: int,
+    noise: str,
+    seed: int | None,
+    first_example: int,
+    first_sample: int,
+) -> Any:
+    """``draw`` on flattened inputs."""
     record = find_record(model)
     _check_options(samples, noise, seed)
-    leaves, spec = pytree.tree_flatten((inputs, named_inputs))
-    whole = _whole_leaves(model, inputs, named_inputs, shared_inputs)
-    batch = _batch_size(leaves, whole)
-    components, ids = _active_components(model, record, leaves)
-    now = Draw(components, samples, batch, noise, seed, first_sample, first_example, ids)
+    components, ids = _active_components(model, record, flat.leaves, seed)
+    now = Draw(components, samples, flat.batch, noise, seed, first_sample, first_example, ids)
     check_rows = not record.rows_checked and not torch.compiler.is_compiling() and model is unwrap(model)
     if check_rows:
         now.rows_seen = {}
-    args, kwargs = pytree.tree_unflatten(_tile(leaves, whole, batch, components * samples), spec)
+    args, kwargs = flat.tile(components * samples)
     with activate(now):
         output = model(*args, **kwargs)
     if check_rows:
-        _verify_rows(model, now, leaves, whole, spec)
+        _verify_rows(model, now, flat)
         record.rows_checked = True
-    record.mixing[:] = list(now.log_probs.values())
-    return _unfold(output, components * samples, batch)
+    record.mixing = list(now.log_probs.values())
+    return _unfold(output, components * samples, flat.batch)
 
 
 def _check_options(samples: int, noise: str, seed: int | None) -> None:
@@ -72,7 +123,7 @@ def _whole_leaves(
     model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], shared: Sequence[str | int]
 ) -> set[int]:
     """Positions, among the flattened inputs, of what is never tiled."""
-    if isinstance(shared, str | int):
+    if isinstance(shared, (str, int)):
         shared = (shared,)
     if not shared:
         return set()
@@ -106,23 +157,14 @@ def _batch_size(leaves: list[Any], whole: set[int]) -> int:
     raise ValueError("draw got no tensor input to take the batch size from")
 
 
-def _active_components(model: nn.Module, record: Record, leaves: list[Any]) -> tuple[int, Tensor | None]:
+def _active_components(
+    model: nn.Module, record: Record, leaves: list[Any], seed: int | None
+) -> tuple[int, Tensor | None]:
     step = record.step_components
     if step is None or step == record.components or not model.training:
         return record.components, None
     device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-    return step, torch.randperm(record.components, device=device)[:step]
-
-
-def _tile(leaves: list[Any], whole: set[int], batch: int, draws: int) -> list[Any]:
-    if draws == 1:
-        return leaves
-    return [
-        leaf.expand(draws, *leaf.shape).flatten(0, 1)  # [draws·B, ...], draws outermost
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch and i not in whole
-        else leaf
-        for i, leaf in enumerate(leaves)
-    ]
+    return step, choose_components(record.components, step, seed, device)
 
 
 def _unfold(output: Any, draws: int, batch: int) -> Any:
@@ -141,7 +183,7 @@ def _unfold(output: Any, draws: int, batch: int) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _verify_rows(model: nn.Module, seen: Draw, leaves: list[Any], whole: set[int], spec: Any) -> None:
+def _verify_rows(model: nn.Module, seen: Draw, flat: FlatInputs) -> None:
     """Once per model: run it noiselessly on another batch size and see that every layer's rows scale with it.
 
     A table shared by the batch can have a first dimension that the rows happen to divide; splitting it among
@@ -149,21 +191,17 @@ def _verify_rows(model: nn.Module, seen: Draw, leaves: list[Any], whole: set[int
     """
     assert seen.rows_seen is not None
     batch = 2 if seen.batch != 2 else 3
-    resized = [
-        torch.cat([leaf[:1]] * batch)
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == seen.batch and i not in whole
-        else leaf
-        for i, leaf in enumerate(leaves)
-    ]
     probe = Draw(seen.components, 1, batch, "mean", component_ids=seen.component_ids, rows_seen={})
-    args, kwargs = pytree.tree_unflatten(_tile(resized, whole, batch, seen.components), spec)
+    resized = flat.map_tiled(lambda leaf: torch.cat([leaf[:1]] * batch), batch)
+    args, kwargs = resized.tile(seen.components)
     # A network may refuse the probe for reasons of its own; only what the layers saw counts.
     with torch.no_grad(), evaluating(model), activate(probe), contextlib.suppress(Exception):
         model(*args, **kwargs)
     assert probe.rows_seen is not None
-    for layer, rows in probe.rows_seen.items():
-        if layer in seen.rows_seen and rows * seen.rows != seen.rows_seen[layer] * probe.rows:
-            raise RowError(row_message(layer, seen.rows_seen[layer], seen))
+    for layer, calls in probe.rows_seen.items():
+        for rows, probed in zip(seen.rows_seen.get(layer, []), calls, strict=False):
+            if probed * seen.rows != rows * probe.rows:
+                raise RowError(row_message(layer, rows, seen))
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def layer_key(seed: int, name: str) -> tuple[int, int]:
     """Philox key of a layer: 64 bits of BLAKE2b (RFC 7693) of the seed and the layer's name, as two words.
 
     Any Python integer is a seed, negative and large ones too. Some two of n layers share a key with
-    probability about n²/2⁶⁵. torch.compile does not trace hashlib: compute the key outside the compiled region.
+    probability about n²/2⁶⁵. torch.compile does not trace hashlib: make the key outside the compiled part.
 
     >>> layer_key(0, "encoder.0") == layer_key(0, "encoder.0")
     True

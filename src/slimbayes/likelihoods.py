@@ -307,7 +307,7 @@ def _check_types(draws: object, targets: object, likelihood: Likelihood, axes: i
     if not isinstance(draws, Tensor) or not draws.is_floating_point():
         kind = draws.dtype if isinstance(draws, Tensor) else type(draws).__name__
         raise TypeError(f"draws are a floating-point tensor, got {kind}: pass the outputs, say draws.logits")
-    if not isinstance(targets, Tensor | None):
+    if targets is not None and not isinstance(targets, Tensor):
         raise TypeError(f"targets are a tensor, got {type(targets).__name__}: pass torch.as_tensor(targets)")
     if draws.ndim < axes or draws.shape[0] == 0:
         raise ValueError(

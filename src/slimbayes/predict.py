@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from slimbayes.draws import draw, evaluating
+from slimbayes.draws import FlatInputs, draw_flat, evaluating, flatten_inputs
 from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.predictive import Moments, Predictive
 from slimbayes.record import find_record, unwrap
@@ -50,36 +49,18 @@ def predict(
         # One function per draw must stay one function in every chunk: chunks are keyed by a random seed.
         seed = int(torch.randint(2**62, ()))
 
-    def run(args: Any, kwargs: Any, count: int, first_sample: int, first_example: int) -> Tensor:
-        output = draw(
-            model,
-            *args,
-            samples=count,
-            noise=noise,
-            seed=seed,
-            shared_inputs=shared_inputs,
-            first_example=first_example,
-            first_sample=first_sample,
-            **kwargs,
-        )
+    flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
+
+    def run(part: FlatInputs, count: int, first_sample: int, first_example: int) -> Tensor:
+        output = draw_flat(model, part, count, noise, seed, first_example, first_sample)
         return _scored(output, select)
 
     with torch.no_grad(), evaluating(unwrap(model)):
         if chunk is None:
-            draws = run(inputs, named_inputs, samples, 0, 0)
+            draws = run(flat, samples, 0, 0)
             likelihood.check(draws)
             return likelihood.predictive(draws if keep_draws else likelihood.moments(draws))
-        return _chunked(
-            run,
-            inputs,
-            named_inputs,
-            samples,
-            record.components,
-            chunk,
-            likelihood,
-            keep_draws,
-            shared_inputs,
-        )
+        return _chunked(run, flat, samples, record.components, chunk, likelihood, keep_draws)
 
 
 def _scored(output: Any, select: Callable[[Any], Tensor] | None) -> Tensor:
@@ -93,38 +74,25 @@ def _scored(output: Any, select: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 def _chunked(
-    run: Callable[[Any, Any, int, int, int], Tensor],
-    inputs: tuple[Any, ...],
-    named: dict[str, Any],
+    run: Callable[[FlatInputs, int, int, int], Tensor],
+    flat: FlatInputs,
     samples: int,
     components: int,
     chunk: int,
     likelihood: Likelihood,
     keep_draws: bool,
-    shared_inputs: Sequence[str | int],
 ) -> Predictive:
-    leaves, spec = pytree.tree_flatten((inputs, named))
-    batch = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor))
-    shared = {id(value) for key, value in [*enumerate(inputs), *named.items()] if key in tuple(shared_inputs)}
-    examples = max(1, min(batch, chunk // components))
+    examples = max(1, min(flat.batch, chunk // components))
     per_pass = max(1, chunk // (components * examples))
     parts: list[Predictive] = []
-    for start in range(0, batch, examples):
-        cut = [
-            leaf[start : start + examples]
-            if isinstance(leaf, Tensor)
-            and leaf.dim() > 0
-            and leaf.shape[0] == batch
-            and id(leaf) not in shared
-            else leaf
-            for leaf in leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(cut, spec)
+    for start in range(0, flat.batch, examples):
+        stop = min(start + examples, flat.batch)
+        part = flat.map_tiled(lambda leaf, rows=slice(start, stop): leaf[rows], stop - start)  # type: ignore[misc]
         pieces: list[Tensor] = []
         moments: Moments | None = None
         for first in range(0, samples, per_pass):
             count = min(per_pass, samples - first)
-            draws = run(args, kwargs, count, first, start)
+            draws = run(part, count, first, start)
             likelihood.check(draws)
             if keep_draws:
                 pieces.append(draws.unflatten(0, (components, count)))  # [K, s, b, ...]

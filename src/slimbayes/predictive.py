@@ -406,7 +406,8 @@ def _mesh(loc: Tensor, scale: Tensor) -> Tensor:
     position = torch.zeros_like(ends)  # of each end, counted in cells
     position[1:] = (density[:-1] * ends.diff(dim=0)).cumsum(0)
     cells = math.ceil(max(position[-1].tolist(), default=1.0))
-    ticks = torch.linspace(0, 1, cells + 1).to(ends)[:, None] * position[-1]  # [cells + 1, E]
+    steps = torch.linspace(0, 1, cells + 1, dtype=ends.dtype, device=ends.device)
+    ticks = steps[:, None] * position[-1]  # [cells + 1, E]
     right = torch.searchsorted(position.T.contiguous(), ticks.T.contiguous()).T.clamp(1, len(ends) - 1)
     low, high = position.gather(0, right - 1), position.gather(0, right)
     weight = ((ticks - low) / (high - low).clamp_min(torch.finfo(ends.dtype).tiny)).clamp(0, 1)

@@ -98,5 +98,5 @@ def converted_layers(model: nn.Module) -> Iterator[tuple[str, Converted]]:
 def converted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Converted layers and ensembled modules with their names."""
     for name, module in unwrap(model).named_modules():
-        if isinstance(module, Converted | Ensembled):
+        if isinstance(module, (Converted, Ensembled)):
             yield name, module

@@ -50,10 +50,8 @@ def dropped(x: Tensor, frame: Frame, source: str, rate: float, channel_axis: int
         return torch.zeros_like(x)
     if channel_axis is not None:
         channels = (x.shape[channel_axis],)
-        mask = frame.once(
-            source, lambda: frame.noise_like("uniform", source, channels, dtype, x.device, per_example)
-        )
-        return rowwise(x, (mask >= rate) / (1.0 - rate), channel_axis, frame, torch.mul)
+        noise = frame.noise_like("uniform", source, channels, dtype, x.device, per_example)
+        return rowwise(x, (noise >= rate).to(dtype) / (1.0 - rate), channel_axis, frame, torch.mul)
     shape = (frame.extra, *x.shape[1:])
     noise = frame.noise_like("uniform", source, shape, dtype, x.device, per_example)
     mask = (noise >= rate).to(x.dtype) / (1.0 - rate)  # [K, S, B or 1, extra, ...]

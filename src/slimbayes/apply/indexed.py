@@ -32,9 +32,8 @@ class Mixing(nn.Module):
         logits = like.new_zeros(self.components) if self.logits is None else self.logits
         return logits.log_softmax(0)
 
-    def draw(self, frame: Frame, which: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def draw(self, frame: Frame, source: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Indices [draws, *shape]; a learned law leaves their log-probability with the draw, for ``elbo``."""
-        source = f"{self.name}.{which}"
         dtype = torch.promote_types(like.dtype, torch.float32)
         known = frame.draw is not None and source in frame.draw.cache
 
@@ -44,7 +43,7 @@ class Mixing(nn.Module):
                 index = (u * self.components).long()
             else:
                 edges = self.log_probs(like).detach().to(dtype).exp().cumsum(0)
-                index = torch.searchsorted(edges, u, right=True)
+                index = torch.searchsorted(edges, u.contiguous(), right=True)
             return index.clamp(max=self.components - 1)  # rounding: u can reach 1 and edges can end below it
 
         index = frame.once(source, make)
@@ -55,12 +54,19 @@ class Mixing(nn.Module):
 
 
 class IndexedRule(Rule):
-    """Weight and bias have K versions; an index per draw (or per draw and element) chooses among them."""
+    """Weight and bias have K versions; an index per draw (or per draw and element) chooses among them.
 
-    def __init__(self, name: str, mixing: Mixing, per_element: bool, prior: Prior | None) -> None:
+    Layers with one tied weight share its ``mixing``; ``bias_source`` names the bias, which may not be tied.
+    """
+
+    def __init__(
+        self, name: str, mixing: Mixing, bias_source: str, per_element: bool, prior: Prior | None
+    ) -> None:
         super().__init__()
         self.name = name
         self.mixing = mixing
+        self.weight_source = f"{mixing.name}.weight"
+        self.bias_source = bias_source
         self.per_element = per_element
         self.prior = prior
 
@@ -74,16 +80,15 @@ class IndexedRule(Rule):
             )
             return op.compute(inputs, weight, bias)
         if self.per_element:
-            weight = self._elements(op.weight, "weight", frame)
-            return per_draw(
-                op, inputs, weight, None if op.bias is None else self._elements(op.bias, "bias", frame)
-            )
-        index = self.mixing.draw(frame, "index", (), op.weight)
+            weight = self._elements(op.weight, self.weight_source, frame)
+            bias = None if op.bias is None else self._elements(op.bias, self.bias_source, frame)
+            return per_draw(op, inputs, weight, bias)
+        index = self.mixing.draw(frame, f"{self.mixing.name}.index", (), op.weight)
         bias = None if op.bias is None else op.bias.index_select(0, index)
         return per_draw(op, inputs, op.weight.index_select(0, index), bias)
 
-    def _elements(self, points: Tensor, which: str, frame: Frame) -> Tensor:
-        index = self.mixing.draw(frame, which, tuple(points.shape[1:]), points)
+    def _elements(self, points: Tensor, source: str, frame: Frame) -> Tensor:
+        index = self.mixing.draw(frame, source, tuple(points.shape[1:]), points)
         return points.gather(0, index)
 
     def _patch(self, points: Tensor) -> d.Patch:
@@ -94,12 +99,12 @@ class IndexedRule(Rule):
         """The pairs whose KL this layer adds."""
         if self.prior is None:
             return
-        for which, points in (("weight", op.weight), ("bias", op.bias)):
+        for source, points in ((self.weight_source, op.weight), (self.bias_source, op.bias)):
             if points is not None:
                 patch = self._patch(points)
-                if not self.per_element and which == "weight":
+                if not self.per_element and source == self.weight_source:
                     patch.indices = 1  # one index serves weight and bias together
-                yield f"{self.mixing.name}.{which}", patch, self.prior.distribution(points), "sum"
+                yield source, patch, self.prior.distribution(points), "sum"
 
     def means(self, op: Operation) -> Iterator[Tensor]:
         """None: the components are under weight decay, as in the paper's experiments."""

@@ -98,5 +98,5 @@ def _picked(factor: Factor, frame: Frame) -> d.Spread:
         return spread
     if isinstance(spread, d.Delta):
         return d.Delta(frame.pick(spread.loc))
-    assert isinstance(spread, d.Normal | d.Cauchy | d.LogNormal | d.HalfCauchy)
+    assert isinstance(spread, (d.Normal, d.Cauchy, d.LogNormal, d.HalfCauchy))
     return type(spread)(frame.pick(spread.loc), frame.pick(spread.scale))

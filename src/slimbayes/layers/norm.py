@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -146,9 +145,8 @@ class BayesRMSNorm(_TrailingNorm, nn.RMSNorm):
     """RMSNorm over the trailing axes; it has no bias."""
 
     title = "RMSNorm"
-    bias: Tensor | None
+    bias = None  # torch's class has no such attribute
 
     def compute(self, inputs: Inputs, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """torch's kernel; a bias exists only when a rule made one."""
-        y = F.rms_norm(inputs[0], self.normalized_shape, weight, self.eps)
-        return y if bias is None else torch.add(y, bias)
+        """torch's kernel."""
+        return F.rms_norm(inputs[0], self.normalized_shape, weight, self.eps)

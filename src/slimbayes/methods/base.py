@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from slimbayes.apply.base import KLTerm, Rule
@@ -143,5 +143,5 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def check_positive(name: str, value: float | None) -> None:
     """Raise unless ``value`` is None or a positive finite number."""
-    if value is not None and not (value > 0 and torch.isfinite(torch.tensor(float(value)))):
+    if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be positive and finite, got {value!r}")

@@ -77,8 +77,12 @@ class DeepEnsemble(Method):
         return lambda member: reset_tree(member, initializer)
 
 
-def reset_tree(member: nn.Module, initializer: Callable[[nn.Module], None] | None) -> None:
-    """Re-initialise a module: by its own ``reset_parameters`` where it has one, else child by child.
+def reset_tree(
+    member: nn.Module, initializer: Callable[[nn.Module], None] | None, covered: bool = False
+) -> None:
+    """Re-initialise a module: its children, then its own ``reset_parameters`` (which may not reach them all).
+
+    ``covered`` says that a module above has such a method, and answers for parameters that have none.
 
     >>> layer = nn.Linear(2, 2)
     >>> before = layer.weight.clone()
@@ -94,18 +98,17 @@ def reset_tree(member: nn.Module, initializer: Callable[[nn.Module], None] | Non
                 module._is_hf_initialized = False  # type: ignore[assignment]
                 initializer(module)
         return
-    for name in ("reset_parameters", "_reset_parameters"):
-        reset = getattr(member, name, None)
-        if callable(reset):
-            reset()
-            return
-    if next(member.parameters(recurse=False), None) is not None:
+    methods = (getattr(member, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    reset = next((method for method in methods if callable(method)), None)
+    if reset is None and not covered and next(member.parameters(recurse=False), None) is not None:
         raise ValueError(
             f"{type(member).__name__} holds parameters but no reset_parameters method, so new members cannot "
             f"be drawn; pass DeepEnsemble(reinitialize=your_function), or reinitialize=False to copy weights"
         )
     for child in member.children():
-        reset_tree(child, None)
+        reset_tree(child, None, covered or reset is not None)
+    if reset is not None:
+        reset()
 
 
 @dataclass(frozen=True)

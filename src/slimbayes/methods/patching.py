@@ -98,17 +98,22 @@ class _Patching(Method, ABC):
 
     def _attach(self, layer: Converted, name: str, shared: Shared, per_element: bool) -> Rule:
         mixing = shared.get(layer.weight, "mixing")
-        fresh = mixing is None
         if mixing is None:
             mixing = Mixing(name, self.components, self.learn_mixing, layer.weight)
             shared.put(layer.weight, "mixing", mixing)
+        bias_source = f"{name}.bias"
+        if layer.bias is not None:
+            bias_source = shared.get(layer.bias, "bias source") or bias_source
+            shared.put(layer.bias, "bias source", bias_source)
         for tensor in ("weight", "bias"):
+            old = getattr(layer, tensor)
+            fresh = old is not None and shared.get(old, "components") is None
             add_component_axis(layer, tensor, self.components, shared)
-            value = getattr(layer, tensor)
-            if self.init_noise > 0 and value is not None and fresh:
+            if self.init_noise > 0 and fresh:
+                value = getattr(layer, tensor)
                 with torch.no_grad():
                     value.add_(self.init_noise * torch.randn_like(value))
-        return IndexedRule(name, mixing, per_element, self._prior())
+        return IndexedRule(name, mixing, bias_source, per_element, self._prior())
 
 
 def _matches(item: Patch, name: str, module: nn.Module, outline: Outline) -> bool:

@@ -1,0 +1,361 @@
+"""Every supported pair of method and layer type, against torch's own layer."""
+
+import copy
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_matrix import (
+    BATCH,
+    CASES,
+    METHODS,
+    PAIRS,
+    REFUSED,
+    Everything,
+    Nested,
+    cases_of,
+    check_identity,
+    compare,
+    convert,
+    layer_of,
+    leaf,
+    loss_of,
+    neutralize,
+    rank1_weight,
+    remove_spread,
+    same_state,
+    snapshot,
+)
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import slimbayes as sb
+from slimbayes.context import Draw, activate
+from slimbayes.layers import TABLE, UNSUPPORTED, converted_class
+from slimbayes.layers.linear import TransposedLinear
+from slimbayes.record import ATTRIBUTE, find_record
+
+DOUBLE, SINGLE = 1e-12, 1e-5  # relative, in float64 and float32
+FACTORED = ("Rank1", "BatchEnsemble")  # the bias is added apart from the kernel, so bits may differ
+MIXING = {"components": 3, "learn_mixing": True, "init_noise": 0.5}
+TRAINED = {**METHODS, "EMP": sb.EMP(**MIXING), "ECMP": sb.ECMP(**MIXING)}
+
+
+def each(pairs):
+    return pytest.mark.parametrize(("name", "kind"), pairs, ids=[f"{m}-{k}".replace(" ", "_") for m, k in pairs])
+
+
+@each(PAIRS)
+def test_identity(name, kind):
+    method = METHODS[name]
+    exact = name not in FACTORED
+    for case in cases_of(kind, method):
+        for training in (True, False):
+            for dtype, near in ((torch.float64, DOUBLE), (torch.float32, SINGLE)):
+                check_identity(case, method, training, dtype, tolerance=(0, 0) if exact else (near, near))
+            near = (0 if exact else DOUBLE, DOUBLE)
+            check_identity(case, method, training, torch.float64, samples=2, tolerance=near, nested=True)
+
+
+@each(PAIRS)
+def test_identity_without_spread(name, kind):
+    """The kernels that draw noise, with next to none of it: several samples, shared and per example."""
+    method = METHODS[name]
+    near = DOUBLE
+    if name in ("EMP", "ECMP"):
+        method = replace(method, components=3)
+    elif name in ("MCDropout", "DropConnect"):
+        method = replace(method, rate=0.0)
+    elif name.startswith(("Rank1", "MeanField", "KTied")):
+        near = 1e-5  # σ is never below 1e-7
+    for case in cases_of(kind, method):
+        for training, noise, samples in ((True, "example", 1), (True, "shared", 3), (False, "example", 2)):
+            check_identity(
+                case, method, training, torch.float64, samples=samples, noise=noise, tolerance=(near, near)
+            )
+
+
+@pytest.mark.parametrize("perturbation", ["multiplicative", "additive"])
+@pytest.mark.parametrize("factors", ["both", "input", "output"])
+@pytest.mark.parametrize("posterior", ["normal", "cauchy", "lognormal", "halfcauchy", "delta"])
+def test_rank1_variants(posterior, factors, perturbation):
+    if (posterior, perturbation) == ("lognormal", "additive"):
+        pytest.skip("a log-normal factor is never 0")
+    method = sb.Rank1(components=2, posterior=posterior, factors=factors, perturbation=perturbation)
+    for kind in ("Linear", "Conv2d", "ConvTranspose1d", "Bilinear"):
+        for case in CASES[kind]:
+            for dtype, near in ((torch.float64, DOUBLE), (torch.float32, SINGLE)):
+                check_identity(case, method, True, dtype, tolerance=(near, near))
+            for noise in ("example", "shared"):
+                check_identity(
+                    case, method, True, torch.float64, samples=2, noise=noise, tolerance=(1e-4, 1e-4)
+                )
+
+
+@each([pair for pair in PAIRS if pair[0] in FACTORED])
+def test_rank1_is_a_factored_weight(name, kind):
+    """Component k is torch's own layer with the weight W ∘ r_k s_kᵀ and the bias b_k, gradients included."""
+    for case in CASES[kind]:
+        torch.manual_seed(0)
+        plain = case.make(torch.float64)
+        model = convert(copy.deepcopy(plain), METHODS[name])
+        if model.bias is not None:
+            model.bias.data.normal_()
+        inputs = case.inputs(dtype=torch.float64)
+        draws = sb.draw(model, *inputs, noise="mean", **case.call)
+        weight, bias = leaf(plain.weight.detach().clone()), model.bias
+        bias = None if bias is None else leaf(bias.detach().clone())
+        r, s = (leaf(factor.loc.detach().clone()) for factor in (model.bayes.r, model.bayes.s))
+        expected = []
+        for k in range(3):
+            own = {"weight": rank1_weight(plain, weight, r[k], s[k])}
+            if bias is not None:
+                own["bias"] = bias[k]
+            expected.append(torch.func.functional_call(plain, own, inputs, case.call))
+        expected = torch.stack(expected)
+        compare(f"{case}: output", draws, expected, DOUBLE)
+        gradient = torch.randn_like(expected)
+        draws.backward(gradient)
+        expected.backward(gradient)
+        pairs = [(model.weight, weight), (model.bayes.r.loc, r), (model.bayes.s.loc, s)]
+        for ours, torchs in pairs + ([] if bias is None else [(model.bias, bias)]):
+            compare(f"{case}: gradient", ours.grad, torchs.grad, DOUBLE)
+
+
+@each(PAIRS)
+def test_old_checkpoint(name, kind):
+    method = METHODS[name]
+    for case in cases_of(kind, method):
+        torch.manual_seed(0)
+        model = neutralize(convert(Nested(case.make()), method)).eval()
+        trained = Nested(case.make()).eval()
+        saved = trained.state_dict()
+        inputs = case.inputs()
+        sb.draw(model, *inputs, noise="mean", **case.call)
+        result = model.load_state_dict(snapshot(trained), strict=False)
+        assert result.unexpected_keys == []
+        assert all(".bayes." in key for key in result.missing_keys), result.missing_keys
+        state = model.state_dict()
+        for key, value in saved.items():
+            assert torch.equal(state[key], value.expand_as(state[key])), f"{case}: {key}"
+        draws = sb.draw(model, *inputs, noise="mean", **case.call)
+        plain = trained(*inputs, **case.call)
+        compare(f"{case}: output", draws, plain.expand_as(draws), SINGLE)
+
+
+@each(PAIRS)
+def test_every_parameter_gets_a_gradient(name, kind):
+    method = TRAINED[name]
+    for case in cases_of(kind, method):
+        torch.manual_seed(0)
+        model = convert(Nested(case.make()), method)
+        layer, inputs = layer_of(model), case.inputs()
+        targets = torch.randn_like(sb.draw(model, *inputs, noise="mean", **case.call)[0])
+        for _ in range(3):
+            loss_of(model, inputs, targets, call=case.call, samples=6).backward()
+        componentwise = getattr(layer, "component_tensors", ())
+        for key, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None and torch.isfinite(gradient).all(), f"{case}: {key}"
+            whole = not isinstance(method, sb.DeepEnsemble) and key.split(".")[-1] not in ("loc", *componentwise)
+            for part in [gradient] if whole else gradient:
+                assert part.abs().max() > 0, f"{case}: {key} gets no gradient"
+
+
+@each(PAIRS)
+def test_finite_differences(name, kind):
+    """Several draws before one backward: every sample's noise must still be there."""
+    method = METHODS[name]
+    for case in cases_of(kind, method)[:2]:
+        for noise in ("example", "shared"):
+            torch.manual_seed(0)
+            model = convert(case.make(torch.float64), method)
+            if name in ("EMP", "ECMP"):
+                for parameter in model.parameters():
+                    parameter.data.normal_()
+            inputs = case.inputs(dtype=torch.float64)
+            targets = torch.randn_like(sb.draw(model, *inputs, noise="mean", **case.call)[0])
+
+            def loss(model=model, inputs=inputs, targets=targets, call=case.call, noise=noise):
+                return sum(
+                    loss_of(model, inputs, targets, call=call, samples=2, noise=noise, seed=seed)
+                    for seed in (1, 2)
+                )
+
+            loss().backward()
+            for key, parameter in model.named_parameters():
+                start, step = parameter.detach().clone(), 1e-5
+                direction = torch.randn_like(start)
+                with torch.no_grad():
+                    ends = [loss() for end in (step, -step) if parameter.copy_(start + end * direction) is not None]
+                    parameter.copy_(start)
+                difference = (ends[0] - ends[1]) / (2 * step)
+                autograd = (parameter.grad * direction).sum()
+                scale = (parameter.grad * direction).abs().max()
+                assert (difference - autograd).abs() < 1e-6 * scale, f"{case}, {noise}: {key}"
+
+
+@each(PAIRS)
+def test_copies(name, kind, tmp_path):
+    """deepcopy after a forward pass, state_dict, save and load: the same bits for the same seed."""
+    method = TRAINED[name]
+    for case in cases_of(kind, method):
+        torch.manual_seed(0)
+        model, inputs = convert(Nested(case.make()), method), case.inputs()
+
+        def outputs(model, inputs=inputs, call=case.call):
+            return sb.draw(model.eval(), *inputs, samples=2, seed=5, **call)
+
+        used = sb.draw(model.train(), *inputs, samples=2, **case.call)
+        before, expected = snapshot(model), outputs(model)
+        assert name == "Deterministic" or isinstance(method, sb.BatchEnsemble | sb.DeepEnsemble) or not (
+            torch.equal(expected, outputs(model) if False else sb.draw(model, *inputs, samples=2, seed=6, **case.call))
+        )
+        twin = copy.deepcopy(model)
+        assert same_state(twin.state_dict(), before)
+        assert torch.equal(outputs(twin), expected), f"{case}: deepcopy"
+        second = convert(Nested(case.make()), method)
+        second.load_state_dict(model.state_dict())
+        assert same_state(second.state_dict(), before)
+        assert torch.equal(outputs(second), expected), f"{case}: state_dict"
+        path = tmp_path / f"{case.label}.safetensors"
+        sb.save(model, path)
+        third = sb.load(Nested(case.make()), path)
+        assert same_state(third.state_dict(), before)
+        assert torch.equal(outputs(third), expected), f"{case}: save and load"
+        assert find_record(third).methods == find_record(model).methods
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.add_(1.0)
+        assert same_state(model.state_dict(), before)
+        assert torch.equal(outputs(model), expected), f"{case}: the copy shares parameters"
+        used.sum().backward()
+
+
+@each(PAIRS)
+def test_bfloat16(name, kind):
+    method = METHODS[name]
+    for case in cases_of(kind, method):
+        torch.manual_seed(0)
+        plain = case.make()
+        inputs = case.inputs()
+        model = neutralize(convert(Nested(copy.deepcopy(plain)), method))
+        with torch.autocast("cpu", torch.bfloat16):
+            torchs = plain(*inputs, **case.call)
+            mean = sb.draw(model, *inputs, noise="mean", **case.call)
+            loss = loss_of(model, inputs, torch.zeros_like(torchs), call=case.call, samples=2)
+        assert mean.dtype == torchs.dtype, f"{case}: {mean.dtype} under autocast"
+        if kind not in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"):
+            compare(f"{case}: autocast", mean.double(), torchs.double().expand_as(mean), 2e-2)
+        _check_backward(f"{case}: autocast", model, loss)
+        plain, low = plain.bfloat16(), [x.bfloat16() if x.is_floating_point() else x for x in inputs if x is not None]
+        if len(low) < len(inputs):
+            low.insert(1, None)
+        try:
+            torchs = plain(*low, **case.call)
+            torchs.sum().backward()
+        except RuntimeError:  # torch itself has no such kernel
+            continue
+        for made in (convert(copy.deepcopy(plain), method), model.bfloat16()):
+            made.zero_grad()
+            draws = sb.draw(made, *low, samples=2, **case.call)
+            assert draws.dtype == torchs.dtype, f"{case}: {draws.dtype} in bfloat16"
+            assert torch.isfinite(draws).all()
+            loss = loss_of(made, low, torch.zeros_like(torchs), call=case.call, samples=2)
+            _check_backward(f"{case}: bfloat16", made, loss)
+
+
+def _check_backward(what, model, loss):
+    assert torch.isfinite(loss), what
+    assert loss.dtype == torch.float32, what
+    loss.backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), f"{what}: {key}"
+
+
+UNBATCHED = {
+    "Linear", "Conv1D (transformers)", "Bilinear", "LayerNorm", "RMSNorm",
+    *(kind for kind in CASES if kind.startswith("Conv")),
+}  # fmt: skip
+
+
+@each([pair for pair in PAIRS if pair[1] in UNBATCHED])
+def test_unbatched(name, kind):
+    """One example without a row axis, with one draw, as torch's own layer takes it."""
+    ones = {
+        "Rank1": {"components": 1}, "BatchEnsemble": {"components": 1}, "DeepEnsemble": {"members": 1},
+        "MCDropout": {"rate": 0.0}, "DropConnect": {"rate": 0.0},
+    }  # fmt: skip
+    method = replace(METHODS[name], **ones.get(name, {}))
+    for case in cases_of(kind, method):
+        torch.manual_seed(0)
+        plain = case.make(torch.float64)
+        model = remove_spread(neutralize(convert(copy.deepcopy(plain), method)))
+        inputs = [x[0] for x in case.inputs(dtype=torch.float64)]
+        torchs = plain(*inputs, **case.call)
+        compare(f"{case}: outside a draw", model(*inputs, **case.call), torchs, 1e-5)
+        with activate(Draw(1, 1, 1, noise="mean")):
+            compare(f"{case}: noise='mean'", model(*inputs, **case.call), torchs, DOUBLE)
+
+
+@each(REFUSED)
+def test_refused(name, kind):
+    method, case = METHODS[name], CASES[kind][0]
+    model = nn.Sequential(nn.Linear(2, 2), Nested(case.make()))
+    before, types = snapshot(model), [type(module) for module in model.modules()]
+    with pytest.raises(TypeError) as error:
+        convert(model, method)
+    assert type(method).__name__ in str(error.value)
+    assert type(case.make()).__name__ in str(error.value)
+    assert "1.body.inner.layer" in str(error.value)
+    assert [type(module) for module in model.modules()] == types
+    assert same_state(model.state_dict(), before)
+    assert ATTRIBUTE not in vars(model)
+    convert(model, sb.EMP())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRUCell, nn.MultiheadAttention])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("DeepEnsemble", "Deterministic")])
+def test_unsupported_layers(name, kind):
+    assert issubclass(kind, UNSUPPORTED)
+    model = nn.Sequential(nn.Linear(4, 4), kind(4, 2))
+    with pytest.raises(TypeError) as error:
+        sb.bayesianize(model, METHODS[name], include=["0", kind])
+    assert type(METHODS[name]).__name__ in str(error.value) and kind.__name__ in str(error.value)
+    assert type(model[0]) is nn.Linear
+
+
+def test_the_matrix_is_whole():
+    titles = {layer.title for layer in TABLE.values()} | {TransposedLinear.title}
+    assert set(CASES) == titles
+    assert len(PAIRS) + len(REFUSED) == len(METHODS) * len(titles)
+    generate = _generator()
+    assert set(generate.methods()) == set(METHODS)
+    assert set(generate.layers()) == titles
+    page = generate.support()
+    for name, kind in PAIRS + REFUSED:
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{kind}`"))
+        cell = row.strip("| ").split(" | ")[1 + list(generate.methods()).index(name)]
+        assert (cell == "✓") == ((name, kind) in PAIRS), (name, kind, cell)
+
+
+def test_published_table_is_current(monkeypatch, tmp_path, capsys):
+    generate = _generator()
+    assert generate.main(["--check"]) == 0
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    assert generate.main(["--check"]) == 1
+    assert "support.md is stale" in capsys.readouterr().err
+    assert generate.main([]) == 0
+    assert generate.main(["--check"]) == 0
+    (tmp_path / "support.md").write_text("old")
+    assert generate.main(["--check"]) == 1
+
+
+def _generator():
+    path = Path(__file__).parents[1] / "docs" / "generate.py"
+    spec = importlib.util.spec_from_file_location("generate", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

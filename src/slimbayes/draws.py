@@ -63,9 +63,17 @@ class FlatInputs:
         """Arguments with the batch repeated for every draw: [draws·B, ...], draws outermost."""
         flat = self
         if draws > 1:
-            flat = self.map_tiled(lambda leaf: leaf.expand(draws, *leaf.shape).flatten(0, 1), self.batch)
+            flat = self.map_tiled(lambda leaf: _repeat(leaf, draws), self.batch)
         args, kwargs = pytree.tree_unflatten(flat.leaves, self.spec)
         return args, kwargs
+
+
+def _repeat(leaf: Tensor, draws: int) -> Tensor:
+    """[B, ...] to [draws·B, ...], channels_last images kept so."""
+    moved = leaf.movedim(1, -1) if leaf.dim() in (4, 5) else leaf
+    if leaf is moved or leaf.is_contiguous() or not moved.is_contiguous():
+        return leaf.expand(draws, *leaf.shape).flatten(0, 1)
+    return moved.expand(draws, *moved.shape).flatten(0, 1).movedim(-1, 1)
 
 
 def flatten_inputs(
@@ -93,6 +101,10 @@ def draw_flat(
     first_sample: int,
 ) -> Any:
     """``draw`` on flattened inputs."""
+    if isinstance(model, nn.DataParallel):
+        raise TypeError(
+            "DataParallel cuts the rows of a draw across its components; use DistributedDataParallel"
+        )
     record = find_record(model)
     _check_options(samples, noise, seed)
     components, ids = _active_components(model, record, flat.leaves, seed)

@@ -97,7 +97,6 @@ def elbo(
     """
     likelihood = Categorical() if likelihood is None else likelihood
     _check_elbo(draws, targets, num_data, reduction, kl_weight)
-    likelihood.check(draws, targets)
     record = find_record(model)
     nll, per_draw = _nll(likelihood, draws, targets, reduction)
     divergence = kl(model)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.layers.base import Converted
-from slimbayes.layers.ensembled import Ensembled
 from slimbayes.methods.base import Method
 
 ATTRIBUTE = "_slimbayes"
@@ -92,11 +91,4 @@ def converted_layers(model: nn.Module) -> Iterator[tuple[str, Converted]]:
     """Every converted layer with its name, each once."""
     for name, module in unwrap(model).named_modules():
         if isinstance(module, Converted):
-            yield name, module
-
-
-def converted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Converted layers and ensembled modules with their names."""
-    for name, module in unwrap(model).named_modules():
-        if isinstance(module, (Converted, Ensembled)):
             yield name, module

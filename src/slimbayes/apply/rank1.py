@@ -61,7 +61,9 @@ class Rank1Rule(Rule):
             value = sample(
                 _picked(factor, frame), frame, f"{self.name}.{which}", frame.noise == "example", True
             )
-            return value if self.clip is None else value.clamp(-self.clip, self.clip)
+            if self.clip is None or frame.noise == "mean":  # samples are clipped, means are not
+                return value
+            return value.clamp(-self.clip, self.clip)
 
         return frame.once(f"{self.name}.{which}", make)
 

@@ -44,7 +44,9 @@ TRAINED = {**METHODS, "EMP": sb.EMP(**MIXING), "ECMP": sb.ECMP(**MIXING)}
 
 
 def each(pairs):
-    return pytest.mark.parametrize(("name", "kind"), pairs, ids=[f"{m}-{k}".replace(" ", "_") for m, k in pairs])
+    return pytest.mark.parametrize(
+        ("name", "kind"), pairs, ids=[f"{m}-{k}".replace(" ", "_") for m, k in pairs]
+    )
 
 
 @each(PAIRS)
@@ -148,7 +150,7 @@ def test_old_checkpoint(name, kind):
 @each(PAIRS)
 def test_every_parameter_gets_a_gradient(name, kind):
     method = TRAINED[name]
-    for case in cases_of(kind, method):
+    for case in cases_of(kind, method, trained=True):
         torch.manual_seed(0)
         model = convert(Nested(case.make()), method)
         layer, inputs = layer_of(model), case.inputs()
@@ -159,7 +161,10 @@ def test_every_parameter_gets_a_gradient(name, kind):
         for key, parameter in model.named_parameters():
             gradient = parameter.grad
             assert gradient is not None and torch.isfinite(gradient).all(), f"{case}: {key}"
-            whole = not isinstance(method, sb.DeepEnsemble) and key.split(".")[-1] not in ("loc", *componentwise)
+            whole = not isinstance(method, sb.DeepEnsemble) and key.split(".")[-1] not in (
+                "loc",
+                *componentwise,
+            )
             for part in [gradient] if whole else gradient:
                 assert part.abs().max() > 0, f"{case}: {key} gets no gradient"
 
@@ -168,7 +173,7 @@ def test_every_parameter_gets_a_gradient(name, kind):
 def test_finite_differences(name, kind):
     """Several draws before one backward: every sample's noise must still be there."""
     method = METHODS[name]
-    for case in cases_of(kind, method)[:2]:
+    for case in cases_of(kind, method, trained=True)[:2]:
         for noise in ("example", "shared"):
             torch.manual_seed(0)
             model = convert(case.make(torch.float64), method)
@@ -189,7 +194,11 @@ def test_finite_differences(name, kind):
                 start, step = parameter.detach().clone(), 1e-5
                 direction = torch.randn_like(start)
                 with torch.no_grad():
-                    ends = [loss() for end in (step, -step) if parameter.copy_(start + end * direction) is not None]
+                    ends = [
+                        loss()
+                        for end in (step, -step)
+                        if parameter.copy_(start + end * direction) is not None
+                    ]
                     parameter.copy_(start)
                 difference = (ends[0] - ends[1]) / (2 * step)
                 autograd = (parameter.grad * direction).sum()
@@ -201,7 +210,7 @@ def test_finite_differences(name, kind):
 def test_copies(name, kind, tmp_path):
     """deepcopy after a forward pass, state_dict, save and load: the same bits for the same seed."""
     method = TRAINED[name]
-    for case in cases_of(kind, method):
+    for case in cases_of(kind, method, trained=True):
         torch.manual_seed(0)
         model, inputs = convert(Nested(case.make()), method), case.inputs()
 
@@ -210,9 +219,6 @@ def test_copies(name, kind, tmp_path):
 
         used = sb.draw(model.train(), *inputs, samples=2, **case.call)
         before, expected = snapshot(model), outputs(model)
-        assert name == "Deterministic" or isinstance(method, sb.BatchEnsemble | sb.DeepEnsemble) or not (
-            torch.equal(expected, outputs(model) if False else sb.draw(model, *inputs, samples=2, seed=6, **case.call))
-        )
         twin = copy.deepcopy(model)
         assert same_state(twin.state_dict(), before)
         assert torch.equal(outputs(twin), expected), f"{case}: deepcopy"
@@ -237,7 +243,7 @@ def test_copies(name, kind, tmp_path):
 @each(PAIRS)
 def test_bfloat16(name, kind):
     method = METHODS[name]
-    for case in cases_of(kind, method):
+    for case in cases_of(kind, method, trained=True):
         torch.manual_seed(0)
         plain = case.make()
         inputs = case.inputs()
@@ -250,7 +256,10 @@ def test_bfloat16(name, kind):
         if kind not in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"):
             compare(f"{case}: autocast", mean.double(), torchs.double().expand_as(mean), 2e-2)
         _check_backward(f"{case}: autocast", model, loss)
-        plain, low = plain.bfloat16(), [x.bfloat16() if x.is_floating_point() else x for x in inputs if x is not None]
+        plain, low = (
+            plain.bfloat16(),
+            [x.bfloat16() if x.is_floating_point() else x for x in inputs if x is not None],
+        )
         if len(low) < len(inputs):
             low.insert(1, None)
         try:

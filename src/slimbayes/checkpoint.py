@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from slimbayes import priors
-from slimbayes.convert import bayesianize
+from slimbayes.convert import all_or_nothing, bayesianize
 from slimbayes.methods import METHODS, DeepEnsemble, Deterministic, Method
 from slimbayes.record import ATTRIBUTE, Record, find_record, unwrap
 
@@ -89,15 +89,16 @@ def load(network: Network, path: str | os.PathLike[str]) -> Network:
         raise TypeError(f"load takes the plain network and a path, got {type(network).__name__} as network")
     header, tensors = _read(Path(path))
     methods = [_method_from_json(entry, path) for entry in header["methods"]]
-    existing: Record | None = network.__dict__.get(ATTRIBUTE)
-    if existing is not None:
-        _check_same(existing, header, path)
-    else:
-        _check_architecture(network, header, tensors, path)
-        _convert_like(network, methods, header["layers"])
-    expected = network.state_dict()
-    _check_tensors(expected, tensors, path)
-    network.load_state_dict(tensors, strict=True)
+    inner = unwrap(network)
+    existing: Record | None = inner.__dict__.get(ATTRIBUTE)
+    with all_or_nothing(inner):
+        if existing is not None:
+            _check_same(existing, header, path)
+        else:
+            _check_architecture(inner, header, tensors, path)
+            _convert_like(inner, methods, header["layers"])
+        _check_tensors(inner.state_dict(), tensors, path)
+        inner.load_state_dict(tensors, strict=True)
     return network
 
 
@@ -149,22 +150,26 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         header = json.loads(metadata[HEADER])
         known = header["format"]
+        if known != FORMAT:
+            raise CheckpointError(
+                f"{str(path)!r} has format {known!r}, and this version reads {FORMAT}: update slimbayes"
+            )
         intact = header["sha256"] == _digest(header, tensors)
         aliases = dict(header["aliases"])
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        tensors.update({name: tensors[original] for name, original in aliases.items()})
+        if not all(0 <= rule < len(header["methods"]) for rule in dict(header["layers"]).values()):
+            raise ValueError("a layer names a method that is not there")
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:  # JSON errors are ValueErrors
         raise CheckpointError(
             f"the header of {str(path)!r} is damaged ({error!r}); use an earlier checkpoint"
         ) from error
-    if known != FORMAT:
-        raise CheckpointError(
-            f"{str(path)!r} has format {known!r}, and this version reads {FORMAT}: update slimbayes"
-        )
     if not intact:
         raise CheckpointError(
             f"the contents of {str(path)!r} do not match their checksum: the file was damaged or changed "
             f"after it was saved. Use an earlier checkpoint"
         )
-    tensors.update({name: tensors[original] for name, original in aliases.items()})
     return header, tensors
 
 
@@ -224,6 +229,11 @@ def _check_architecture(
         for name, value in state.items()
         if name in tensors and value.shape not in (tensors[name].shape, tensors[name].shape[1:])
     ]
+    if any(value.is_meta for value in state.values()):
+        raise CheckpointError(
+            f"the given {type(network).__name__} is on the meta device, which holds no numbers: give it "
+            f"memory first, with network.to_empty(device=...)"
+        )
     if missing or absent or wrong:
         what = (
             f"layers {missing[:4]} are not in the network" if missing
@@ -251,19 +261,19 @@ def _check_tensors(
 
 def _convert_like(network: nn.Module, methods: list[Method], layers: dict[str, int]) -> None:
     rules: list[Any] = []
-    originals: list[Method] = []
     for index, method in enumerate(methods):
         names = {name for name, rule in layers.items() if rule == index}
         if not names:
             continue
-        originals.append(method)
         if isinstance(method, DeepEnsemble):
             method = dataclasses.replace(method, reinitialize=False)
         rules.append((None if names == {""} and isinstance(method, DeepEnsemble) else _named(names), method))
     with torch.random.fork_rng(devices=[]):
         bayesianize(network, rules or [(None, Deterministic())])
     record: Record = network.__dict__[ATTRIBUTE]
-    record.methods = tuple(originals) or record.methods
+    # As it was, rules that converted nothing and re-initialisers included: saved again, it is the same file.
+    record.methods = tuple(methods)
+    record.layers = {name: layers[name] for name in record.layers}
 
 
 def _named(names: set[str]) -> Any:

@@ -49,7 +49,7 @@ def bayesianize(
         raise TypeError(f"bayesianize converts a torch.nn.Module, got {type(model).__name__}")
     _check_unconverted(model)
     rules = _rules(method, include)
-    plan = _plan(model, rules, exclude)
+    plan = _plan(model, rules, _kept(exclude))
     with all_or_nothing(model):
         _apply_plan(model, plan, [rule[1] for rule in rules])
     return model
@@ -78,7 +78,7 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 def _rules(method: MethodOrRules, include: Selection | None) -> list[tuple[Selection | None, Method]]:
     if isinstance(method, Method):
-        return [(include, method)]
+        return [(_kept(include), method)]
     if isinstance(method, type) and issubclass(method, Method):
         raise TypeError(f"pass an instance, sb.{method.__name__}(), not the class {method.__name__}")
     if not isinstance(method, Sequence) or isinstance(method, str) or not method:
@@ -96,7 +96,14 @@ def _rules(method: MethodOrRules, include: Selection | None) -> list[tuple[Selec
             f"the rules have different numbers of components ({', '.join(map(str, sorted(counts)))}), but "
             f"one draw has one component axis; give all of them the same number"
         )
-    return list(method)
+    return [(_kept(selection), chosen) for selection, chosen in method]
+
+
+def _kept(selection: Selection | None) -> Selection | None:
+    # Every layer is held against the selection, and an iterator would be empty after the first.
+    if selection is None or isinstance(selection, str) or callable(selection):
+        return selection
+    return tuple(selection)
 
 
 def _check_unconverted(model: nn.Module) -> None:
@@ -336,6 +343,8 @@ def _follow_ties(model: nn.Module, plan: _Plan, methods: list[Method]) -> None:
                 )
             plan.layers[other] = index
             plan.left_alone = [row for row in plan.left_alone if row[0] != other]
+    # In the model's order, whichever layer led: the first gives a tied tensor its name, the key of its noise.
+    plan.layers = {name: plan.layers[name] for name in modules if name in plan.layers}
 
 
 def _activate_dropout(model: nn.Module) -> None:

@@ -152,8 +152,9 @@ class KTiedNormal(td.Distribution):
 
     @property
     def scale(self) -> Tensor:
-        """σ = U Vᵀ at the weight's own shape."""
-        return (self.u @ self.v.t()).reshape(self.loc.shape)
+        """σ = U Vᵀ at the weight's own shape, in the type of its factors even under autocast."""
+        with torch.autocast(device_type=self.u.device.type, enabled=False):
+            return (self.u @ self.v.t()).reshape(self.loc.shape)
 
     def point(self) -> Tensor:
         """The mean."""

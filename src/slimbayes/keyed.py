@@ -31,7 +31,7 @@ _ROUNDS = 10
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Counter blocks worked on at a time outside torch.compile: few enough for the words to stay in the cache,
 # enough to hide the calls. They bound the memory beside the output.
-_CPU_PIECE, _DEVICE_PIECE = 1 << 17, 1 << 21
+_CPU_PIECE, _DEVICE_PIECE = 1 << 17, 1 << 22
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
@@ -56,6 +56,8 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
+    # Without a bitwise operation first, torch.compile takes the product of an arange for an index of 32 bits.
+    c0, c2 = c0 & _MASK, c2 & _MASK
     for _ in range(_ROUNDS):
         # The products wrap modulo 2⁶⁴, which keeps all their bits. The low words are passed on with the high
         # bits still there, and the keys grow past 32 bits: the mask in _mix drops both.

@@ -30,10 +30,9 @@ def kl(model: nn.Module) -> Tensor:
     True
     """
     record = find_record(model)
-    first = next(iter(unwrap(model).parameters()), torch.zeros(()))
-    device = first.device.type
-    with torch.autocast(device_type=device, enabled=False):
-        total = torch.zeros((), device=first.device, dtype=_accumulator(first.dtype))
+    like = _any_parameter(model)
+    with torch.autocast(device_type=like.device.type, enabled=False):
+        total = torch.zeros((), device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
         joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
         seen: set[str] = set()
         for name, q, p, reduction in _terms(model, record):
@@ -51,8 +50,10 @@ def kl(model: nn.Module) -> Tensor:
     return total
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _any_parameter(model: nn.Module) -> Tensor:
+    for parameter in unwrap(model).parameters():
+        return parameter
+    return torch.zeros(())
 
 
 def _terms(model: nn.Module, record: Record) -> Iterator[KLTerm]:

@@ -41,12 +41,8 @@ def run_members(
 ) -> Any:
     """Call every member on its own rows, component-major, and join the outputs leaf by leaf."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    stateful = next((leaf for leaf in leaves if members > 1 and _holds_state(leaf)), None)
-    if stateful is not None:
-        raise TypeError(
-            f"got a {type(stateful).__name__} as an input, which holds state of its own and cannot be split "
-            f"among {members} members; call the model without it (a cache: use_cache=False)"
-        )
+    if members > 1:
+        _refuse_state(leaves, members)
     parts = [split_rows(leaf, members, rows) for leaf in leaves]
     outputs = []
     for k in range(members):
@@ -58,10 +54,15 @@ def run_members(
     )
 
 
-def _holds_state(leaf: Any) -> bool:
+def _refuse_state(leaves: list[Any], members: int) -> None:
     # Every member gets the same object: a cache that the first fills would reach the second.
     plain = (Tensor, bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device)
-    return not (leaf is None or isinstance(leaf, plain) or callable(leaf))
+    for leaf in leaves:
+        if not (leaf is None or isinstance(leaf, plain) or callable(leaf)):
+            raise TypeError(
+                f"got a {type(leaf).__name__} as an input, which holds state of its own and cannot be split "
+                f"among {members} members; call the model without it (a cache: use_cache=False)"
+            )
 
 
 def _join(values: tuple[Any, ...]) -> Any:

@@ -98,7 +98,7 @@ def _picked(factor: Factor, frame: Frame) -> d.Spread:
     spread: d.Spread = factor()
     if frame.draw is None or frame.draw.component_ids is None:
         return spread
-    if isinstance(spread, d.Delta):
-        return d.Delta(frame.pick(spread.loc))
-    assert isinstance(spread, (d.Normal, d.Cauchy, d.LogNormal, d.HalfCauchy))
-    return type(spread)(frame.pick(spread.loc), frame.pick(spread.scale))
+    spread.loc = frame.pick(spread.loc)
+    if isinstance(spread, (d.Normal, d.Cauchy, d.LogNormal, d.HalfCauchy)):
+        spread.scale = frame.pick(spread.scale)
+    return spread

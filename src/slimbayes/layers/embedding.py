@@ -51,12 +51,13 @@ class BayesEmbedding(_Table, nn.Embedding):
         return self._fixed_padding(inputs[0], y)
 
     def grouped(self, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """One lookup in the tables laid end to end."""
+        """One lookup in the tables laid end to end; gradients are scaled by frequencies within a group."""
         groups, entries, size = weight.shape
         index = inputs[0].unflatten(0, (groups, -1))
         start = torch.arange(groups, device=index.device) * entries
         shifted = index + start.reshape(groups, *[1] * (index.dim() - 1))
-        y = F.embedding(shifted, weight.reshape(groups * entries, size)).flatten(0, 1)
+        tables = weight.reshape(groups * entries, size)
+        y = F.embedding(shifted, tables, scale_grad_by_freq=self.scale_grad_by_freq).flatten(0, 1)
         return self._fixed_padding(inputs[0], y)
 
     def _fixed_padding(self, index: Tensor, y: Tensor) -> Tensor:

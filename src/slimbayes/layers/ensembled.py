@@ -38,12 +38,7 @@ class Ensembled(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run every member on its own rows, component-major."""
-        rows = next(
-            (v.shape[0] for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim() > 0),
-            None,
-        )
-        if rows is None:
-            raise ValueError(f"ensembled module {self.ensemble_name!r} got no tensor with a row axis")
+        rows = self._rows(args, kwargs)
         frame = context.frame(self.ensemble_name, rows, self.members)
         ids = None if frame.draw is None else frame.draw.component_ids
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
@@ -56,6 +51,12 @@ class Ensembled(nn.Module):
             return functional_call(self._member[0], own, member_args, member_kwargs)
 
         return run_members(call, frame.components, rows, args, kwargs)
+
+    def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                return leaf.shape[0]
+        raise ValueError(f"ensembled module {self.ensemble_name!r} got no tensor with a row axis")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         # Called for this module before its children: one place expands a plain checkpoint for all of them.

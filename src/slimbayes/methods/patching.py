@@ -111,8 +111,12 @@ class _Patching(Method, ABC):
             add_component_axis(layer, tensor, self.components, shared)
             if self.init_noise > 0 and fresh:
                 value = getattr(layer, tensor)
+                noise = self.init_noise * torch.randn_like(value)
+                padding = getattr(layer, "padding_idx", None)
+                if padding is not None:
+                    noise[:, padding] = 0.0  # the padding row of an embedding stays what it is
                 with torch.no_grad():
-                    value.add_(self.init_noise * torch.randn_like(value))
+                    value.add_(noise)
         return IndexedRule(name, mixing, bias_source, per_element, self._prior())
 
 

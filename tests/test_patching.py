@@ -1,6 +1,7 @@
 """EMP and ECMP: gradients against the enumeration of all assignments, fixed and learned mixing."""
 
 import copy
+import functools
 import itertools
 import math
 
@@ -67,10 +68,11 @@ def choices(model, per_element):
     return table, count
 
 
-def enumerated(model, plain, per_element, loss):
+@functools.cache
+def enumerated(method, components, norm):
     """Losses [A] and gradients {name: [A, ...]} of all A assignments, one at a time in the plain network."""
-    table, count = choices(model, per_element)
-    components = model[3].weight.shape[0]
+    model, plain = converted(method(components, init_noise=0.5), norm)
+    table, count = choices(model, method is sb.ECMP)
     parameters = {
         k: v.detach().clone().requires_grad_() for k, v in model.named_parameters() if "bayes" not in k
     }
@@ -80,15 +82,11 @@ def enumerated(model, plain, per_element, loss):
         chosen = dict(parameters)
         for name, index in table:
             chosen[name] = parameters[name].gather(0, z[index].unsqueeze(0))[0]
-        value = loss(functional_call(plain, chosen, (X,)))
+        value = F.cross_entropy(functional_call(plain, chosen, (X,)), TARGETS)
         losses.append(value.detach())
         for name, grad in zip(parameters, torch.autograd.grad(value, list(parameters.values())), strict=True):
             grads[name].append(grad)
     return torch.stack(losses), {name: torch.stack(values) for name, values in grads.items()}
-
-
-def cross_entropy(logits):
-    return F.cross_entropy(logits, TARGETS)
 
 
 CASES = [
@@ -102,8 +100,8 @@ CASES = [
 @pytest.mark.parametrize(("method", "components", "norm", "functions"), CASES)
 def test_gradient_by_enumeration(monkeypatch, method, components, norm, functions):
     """One pass through all assignments has the enumerated loss and gradient, in every parameter."""
-    model, plain = converted(method(components, init_noise=0.5), norm)
-    losses, grads = enumerated(model, plain, method is sb.ECMP, cross_entropy)
+    model, _ = converted(method(components, init_noise=0.5), norm)
+    losses, grads = enumerated(method, components, norm)
     assert len(losses) == functions
     _, count = choices(model, method is sb.ECMP)
     all_z = torch.tensor(list(itertools.product(range(components), repeat=count)))
@@ -119,8 +117,8 @@ def test_gradient_by_enumeration(monkeypatch, method, components, norm, function
 @pytest.mark.parametrize(("method", "components", "norm", "functions"), CASES)
 def test_monte_carlo_gradient_is_unbiased(method, components, norm, functions, seed):
     """Theorem 2: the average of many draws' gradients tends to the enumerated one."""
-    model, plain = converted(method(components, init_noise=0.5), norm)
-    losses, grads = enumerated(model, plain, method is sb.ECMP, cross_entropy)
+    model, _ = converted(method(components, init_noise=0.5), norm)
+    losses, grads = enumerated(method, components, norm)
     draws = 40_000
     result = sb.elbo(sb.draw(model, X, samples=draws, seed=seed), TARGETS, model, num_data=4)
     result.loss.backward()
@@ -182,9 +180,9 @@ PROBS = {2: torch.tensor([0.7, 0.3], dtype=F64), 3: torch.tensor([0.5, 0.2, 0.3]
 
 
 def learner(method, components, prior_precision):
-    """A single patched layer, so that a draw has few assignments: K for EMP, K² for ECMP."""
+    """A single patched layer, so that a draw has few assignments: K for EMP, K³ for ECMP."""
     torch.manual_seed(2)
-    net = nn.Linear(1, 2 if method is sb.EMP else 1).double()
+    net = nn.Linear(2, 2 if method is sb.EMP else 1).double()
     model = sb.bayesianize(
         net,
         method(
@@ -197,9 +195,11 @@ def learner(method, components, prior_precision):
 
 
 def assignment_outputs(model, z):
-    """Output of the plain layer for the indices z of one draw: (both,) for EMP, (weight, bias) for ECMP."""
-    w, b = (z[0], z[0]) if len(z) == 1 else z
-    return F.linear(X[:, :1], model.weight[w], model.bias[b])
+    """Output of the plain layer for the indices z of one draw: one for EMP, one per element for ECMP."""
+    if len(z) == 1:
+        return F.linear(X, model.weight[z[0]], model.bias[z[0]])
+    weight = torch.stack([model.weight[z[0], 0, 0], model.weight[z[1], 0, 1]])
+    return F.linear(X, weight.unsqueeze(0), model.bias[z[2]])
 
 
 LEARNED = [
@@ -210,7 +210,7 @@ LEARNED = [
     (sb.EMP, 3, 2, "logits"),
     (sb.ECMP, 2, 1, "average"),
     (sb.ECMP, 2, 2, "average"),
-    (sb.ECMP, 2, 3, "mixture"),
+    (sb.ECMP, 2, 2, "mixture"),
 ]
 
 
@@ -223,7 +223,7 @@ def test_score_function_gradient_is_exact_in_expectation(
     model = learner(method, components, prior_precision)
     likelihood = sb.Categorical() if method is sb.EMP else sb.Gaussian(precision=1.5)
     targets = TARGETS if method is sb.EMP else X[:, 1:]
-    elements = 1 if method is sb.EMP else 2
+    elements = 1 if method is sb.EMP else 3
     singles = list(itertools.product(range(components), repeat=elements))
     parameters = dict(model.named_parameters())
     record = find_record(model)
@@ -235,7 +235,7 @@ def test_score_function_gradient_is_exact_in_expectation(
         z = torch.tensor(case)  # [draws, elements]
         force_indices(monkeypatch, z, probs)
         record.baseline = torch.tensor(0.7, dtype=F64)
-        draws = sb.draw(model, X[:, :1], samples=samples)
+        draws = sb.draw(model, X, samples=samples)
         result = sb.elbo(draws, targets, model, 8, likelihood, reduction)
         plain = torch.stack([assignment_outputs(model, row) for row in case])
         nll = sb.elbo(plain.detach(), targets, _without_mixing(model), 8, likelihood, reduction).nll
@@ -248,7 +248,7 @@ def test_score_function_gradient_is_exact_in_expectation(
             total += weight * (0 if grad is None else grad)
         joint = log_law[z].sum().exp()
         exact_loss = exact_loss + joint * _nll(likelihood, plain, targets, reduction)
-    exact_loss = exact_loss + _equation_6(model, prior_precision, elements == 2) / 8
+    exact_loss = exact_loss + _equation_6(model, prior_precision, elements > 1) / 8
     exact = torch.autograd.grad(exact_loss, list(parameters.values()))
     for (name, found), grad in zip(expected_grads.items(), exact, strict=True):
         torch.testing.assert_close(found, grad, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
@@ -289,7 +289,7 @@ def test_sampled_score_function_gradient(method, samples):
     likelihood = sb.Categorical() if method is sb.EMP else sb.Gaussian()
     targets = TARGETS if method is sb.EMP else X[:, 1:]
     logits = model.bayes.mixing.logits
-    singles = list(itertools.product(range(2), repeat=1 if method is sb.EMP else 2))
+    singles = list(itertools.product(range(2), repeat=1 if method is sb.EMP else 3))
     log_law = logits.log_softmax(0)
     exact = sum(
         log_law[torch.tensor(z)].sum().exp()
@@ -299,7 +299,7 @@ def test_sampled_score_function_gradient(method, samples):
     (exact_grad,) = torch.autograd.grad(exact, logits)
     found = []
     for _ in range(600 if samples == 1 else 30):
-        loss = sb.elbo(sb.draw(model, X[:, :1], samples=samples), targets, model, 8, likelihood).loss
+        loss = sb.elbo(sb.draw(model, X, samples=samples), targets, model, 8, likelihood).loss
         found.append(torch.autograd.grad(loss, logits)[0])
     found = torch.stack(found)
     assert_mean(found, exact_grad)
@@ -312,19 +312,17 @@ def test_running_baseline():
     model = learner(sb.EMP, 2, None)
     record, baseline = find_record(model), 0.0
     for samples, reduction in ((1, "average"), (3, "mixture"), (2, "logits"), (1, "mixture")):
-        result = sb.elbo(
-            sb.draw(model, X[:, :1], samples=samples), TARGETS, model, num_data=8, reduction=reduction
-        )
+        result = sb.elbo(sb.draw(model, X, samples=samples), TARGETS, model, num_data=8, reduction=reduction)
         baseline += 0.1 * (result.nll.item() - baseline)
         assert record.baseline.item() == pytest.approx(baseline, rel=1e-6)
-    sb.elbo(sb.draw(model, X[:, :1], samples=4), TARGETS, model, num_data=8)
+    sb.elbo(sb.draw(model, X, samples=4), TARGETS, model, num_data=8)
     assert record.baseline.item() == pytest.approx(baseline, rel=1e-6)  # draws are each other's baselines
 
 
 def test_elbo_wants_the_last_draws():
     model = learner(sb.EMP, 2, None)
-    draws = sb.draw(model, X[:, :1], samples=3)
-    sb.draw(model, X[:, :1], samples=2)
+    draws = sb.draw(model, X, samples=3)
+    sb.draw(model, X, samples=2)
     with pytest.raises(ValueError, match="the draws that were just made"):
         sb.elbo(draws, TARGETS, model, num_data=8)
 
@@ -334,12 +332,12 @@ def test_learned_mixing_finds_the_better_component():
     torch.manual_seed(4)
     model = learner(sb.EMP, 2, None)
     with torch.no_grad():
-        model.weight.copy_(torch.tensor([[[-2.0], [2.0]], [[2.0], [-2.0]]]))
+        model.weight.copy_(torch.tensor([[[-2.0, 0.0], [2.0, 0.0]], [[2.0, 0.0], [-2.0, 0.0]]]))
         model.bias.zero_()
         model.bayes.mixing.logits.zero_()
     model.weight.requires_grad_(False)
     model.bias.requires_grad_(False)
-    x = torch.linspace(-2, 2, 20, dtype=F64).unsqueeze(1)
+    x = torch.linspace(-2, 2, 20, dtype=F64).unsqueeze(1).expand(20, 2)
     adam = torch.optim.Adam([model.bayes.mixing.logits], 0.05)
     for _ in range(100):
         adam.zero_grad()

@@ -199,8 +199,10 @@ def test_rank1_factors_follow_their_law(posterior, noise, seed):
 
 
 @pytest.mark.parametrize("posterior", LAWS)
-def test_mean_noise_is_the_point(posterior):
-    y = sb.draw(factor_model(posterior), torch.ones(4, 3, dtype=F64), samples=2, noise="mean")
+@pytest.mark.parametrize("clip", [None, 0.8])
+def test_mean_noise_is_the_point(posterior, clip):
+    """Samples are clipped, means are not."""
+    y = sb.draw(factor_model(posterior, clip=clip), torch.ones(4, 3, dtype=F64), samples=2, noise="mean")
     point = LOCS.exp() if posterior == "lognormal" else LOCS  # the median of a log-normal
     torch.testing.assert_close(y, point[:, None, None].expand(2, 2, 4, 3).flatten(0, 1), rtol=1e-14, atol=0.0)
 

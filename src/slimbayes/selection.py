@@ -1,0 +1,224 @@
+"""Which layers a conversion changes: selections, rules, and the plan that comes of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from slimbayes.layers import UNSUPPORTED, converted_class
+from slimbayes.methods import DeepEnsemble, Deterministic, Method
+from slimbayes.methods.base import Outline, require_weight
+
+Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+Selection = Selector | Iterable[Selector]
+Choice = tuple[Selection | None, Method]
+MethodOrRules = Method | Sequence[Choice]
+
+
+def read_rules(method: MethodOrRules, include: Selection | None) -> list[Choice]:
+    """The list of (selection, method) that the user's arguments stand for."""
+    if isinstance(method, Method):
+        return [(_kept(include), method)]
+    if isinstance(method, type) and issubclass(method, Method):
+        raise TypeError(f"pass an instance, sb.{method.__name__}(), not the class {method.__name__}")
+    if not isinstance(method, Sequence) or isinstance(method, str) or not method:
+        raise TypeError(
+            f"method must be a method such as sb.Rank1() or a list of (selector, method), got {method!r}"
+        )
+    for rule in method:
+        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Method)):
+            raise TypeError(f"every rule must be a pair (selector, method), got {rule!r}")
+    if include is not None:
+        raise ValueError("include cannot be given beside a list of rules: put the selection into the rules")
+    counts = {m.draw_components for _, m in method if m.draw_components > 1}
+    if len(counts) > 1:
+        raise ValueError(
+            f"the rules have different numbers of components ({', '.join(map(str, sorted(counts)))}), but "
+            f"one draw has one component axis; give all of them the same number"
+        )
+    return [(_kept(selection), chosen) for selection, chosen in method]
+
+
+def _kept(selection: Selection | None) -> Selection | None:
+    # Every layer is held against the selection, and an iterator would be empty after the first.
+    if selection is None or isinstance(selection, str) or callable(selection):
+        return selection
+    return tuple(selection)
+
+
+@dataclass
+class Plan:
+    """What each rule converts, and what stays as it is."""
+
+    layers: dict[str, int]  # candidate name -> rule
+    wholes: dict[str, int]  # module name -> rule, for deep ensembles
+    left_alone: list[tuple[str, str, str]]
+
+
+def _candidates(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Convertible layers, and known layers that have no converted class yet; their children are skipped."""
+    known: dict[str, nn.Module] = {}
+    unsupported: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(outer + ".") for outer in unsupported):
+            continue
+        if isinstance(module, UNSUPPORTED):
+            unsupported[name] = module
+        elif converted_class(module) is not None:
+            known[name] = module
+    return known, unsupported
+
+
+def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) -> Plan:
+    """Hold every layer of the model against the rules; the first that matches takes it."""
+    exclude = _kept(exclude)
+    known, unsupported = _candidates(model)
+    outline = Outline(tuple(known), tuple(known.values()))
+    plan = Plan({}, {}, [])
+    matched = [False] * len(rules)
+    for index, (selection, method) in enumerate(rules):
+        if isinstance(method, Deterministic) and selection is None:
+            matched[index] = True
+        elif isinstance(method, DeepEnsemble):
+            matched[index] = _plan_ensemble(model, selection, exclude, index, plan)
+    for name, module in {**known, **unsupported}.items():
+        inside = any(name == whole or whole == "" or name.startswith(whole + ".") for whole in plan.wholes)
+        if inside or (exclude is not None and _selected(exclude, name, module)):
+            if not inside:
+                plan.left_alone.append((name, type(module).__name__, "excluded"))
+            continue
+        choice = _first_rule(rules, name, module, outline)
+        if choice is None:
+            plan.left_alone.append((name, type(module).__name__, "not selected"))
+            continue
+        matched[choice] = True
+        selection, method = rules[choice]
+        if isinstance(method, Deterministic):
+            plan.left_alone.append((name, type(module).__name__, "deterministic"))
+            continue
+        refusal = _refusal(method, module)
+        if refusal is None:
+            if method.randomizes_weight:
+                require_weight(module, name)
+            plan.layers[name] = choice
+        elif selection is None and name in unsupported:
+            plan.left_alone.append((name, type(module).__name__, refusal))
+        else:
+            raise TypeError(
+                f"{type(method).__name__} cannot convert layer {name!r} of type {type(module).__name__}: "
+                f"{refusal}. Leave it out with exclude={name!r}, or give it another method in a list of rules"
+            )
+    _check_matched(rules, matched, known)
+    return plan
+
+
+def _first_rule(rules: list[Choice], name: str, module: nn.Module, outline: Outline) -> int | None:
+    for index, (selection, method) in enumerate(rules):
+        if isinstance(method, DeepEnsemble):
+            continue
+        chosen = (
+            method.selects(name, module, outline) if selection is None else _selected(selection, name, module)
+        )
+        if chosen:
+            return index
+    return None
+
+
+def _refusal(method: Method, module: nn.Module) -> str | None:
+    layer = converted_class(module)
+    if layer is None:
+        return "recurrent and attention layers have no converted class yet"
+    return method.refuses(layer)
+
+
+def _selected(selection: Selection, name: str, module: nn.Module) -> bool:
+    if isinstance(selection, str):
+        return re.search(selection, name) is not None
+    if isinstance(selection, type):
+        return type(module) is selection
+    if callable(selection):
+        return bool(selection(name, module))
+    return any(_selected(item, name, module) for item in selection)
+
+
+def _plan_ensemble(
+    model: nn.Module, selection: Selection | None, exclude: Selection | None, index: int, plan: Plan
+) -> bool:
+    if selection is None:
+        if exclude is not None:
+            raise ValueError(
+                "DeepEnsemble makes members of the whole model, so exclude needs include: name the modules "
+                "that have members"
+            )
+        plan.wholes[""] = index
+        return True
+    for name, module in model.named_modules():
+        if name == "" or any(name.startswith(outer + ".") or outer == "" for outer in plan.wholes):
+            continue
+        if next(module.parameters(), None) is None or not _selected(selection, name, module):
+            continue
+        if exclude is None or not _selected(exclude, name, module):
+            plan.wholes[name] = index
+    return index in plan.wholes.values()
+
+
+def _check_matched(rules: list[Choice], matched: list[bool], known: dict[str, nn.Module]) -> None:
+    for (selection, method), hit in zip(rules, matched, strict=True):
+        if hit:
+            continue
+        names = [f"{name or '(root)'} ({type(m).__name__})" for name, m in known.items()]
+        listing = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        what = f"the selection {selection!r}" if selection is not None else f"the default of {method!r}"
+        raise ValueError(
+            f"{what} matches no layer. The layers that can be converted are: {listing or 'none'}"
+        )
+
+
+def check_ensemble_ties(modules: dict[str, nn.Module], plan: Plan) -> None:
+    """A parameter with members inside a part and none outside could not stay tied."""
+    for whole in plan.wholes:
+        own = set(modules[whole].modules())
+        inside = {id(p): name for name, p in modules[whole].named_parameters()}
+        for name, module in modules.items():
+            for key, parameter in module._parameters.items():
+                if module not in own and parameter is not None and id(parameter) in inside:
+                    raise ValueError(
+                        f"{inside[id(parameter)]!r} of module {whole!r} is tied to {key!r} of module {name!r}"
+                        ", which DeepEnsemble would leave without members: select a module that holds both, "
+                        "convert the whole model, or untie the two"
+                    )
+
+
+def follow_ties(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
+    """Modules tied to a weight that becomes random share its posterior, so they are converted with it."""
+    owners: dict[int, list[str]] = {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name)
+    for name, index in list(plan.layers.items()):
+        weight = modules[name]._parameters.get("weight")
+        if weight is None or not methods[index].randomizes_weight:
+            continue
+        for other in owners[id(weight)]:
+            if plan.layers.get(other) == index:
+                continue
+            refusal = (
+                _refusal(methods[index], modules[other])
+                if other not in plan.layers
+                else "another rule took it"
+            )
+            if refusal is not None:
+                raise ValueError(
+                    f"layers {name!r} and {other!r} share one weight, which {type(methods[index]).__name__} "
+                    f"would make random in both, but {other!r} ({type(modules[other]).__name__}) cannot "
+                    f"follow: {refusal}. Exclude {name!r}, or untie the two"
+                )
+            plan.layers[other] = index
+            plan.left_alone = [row for row in plan.left_alone if row[0] != other]
+    # In the model's order, whichever layer led: the first gives a tied tensor its name, the key of its noise.
+    plan.layers = {name: plan.layers[name] for name in modules if name in plan.layers}

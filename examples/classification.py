@@ -13,10 +13,10 @@ def moons(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x + 0.1 * torch.randn(n, 2), y
 
 
-def main(steps: int = 1000) -> dict[str, float]:
+def main(steps: int = 600) -> dict[str, float]:
     torch.manual_seed(0)
     x, y = moons(400)
-    net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
     model = sb.bayesianize(net, sb.MeanField(estimator="local"))
     optimizer = torch.optim.Adam(sb.parameter_groups(model, lr=1e-2, weight_decay=0.0))
     annealing = sb.LinearAnnealing(steps // 2)

@@ -7,7 +7,7 @@ from torch import nn
 import slimbayes as sb
 
 
-def main(steps: int = 120) -> dict[str, float]:
+def main(steps: int = 200) -> dict[str, float]:
     torch.manual_seed(0)
     digits = load_digits()
     x = torch.as_tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0  # [1797, 1, 8, 8]

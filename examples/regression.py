@@ -11,10 +11,10 @@ def cubic(n: int, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
     return x, 0.1 * x**3 + 0.3 * torch.randn(n, 1)
 
 
-def main(steps: int = 1500) -> dict[str, float]:
+def main(steps: int = 1000) -> dict[str, float]:
     torch.manual_seed(0)
     x, y = cubic(500, -3.0, 3.0)
-    net = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
+    net = nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 1))
     model = sb.bayesianize(net, sb.MeanField(estimator="local"))
     likelihood = sb.Gaussian(learn="global")  # one noise level, learned
     groups = sb.parameter_groups(model, lr=1e-2, weight_decay=0.0)

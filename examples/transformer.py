@@ -14,7 +14,7 @@ def sentences(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def main(steps: int = 150) -> dict[str, float]:
+def main(steps: int = 60) -> dict[str, float]:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64

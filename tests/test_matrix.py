@@ -190,7 +190,7 @@ def test_finite_differences(name, kind):
         loss().backward()
         for key, parameter in model.named_parameters():
             torch.manual_seed(3)
-            start, direction = parameter.detach().clone(), 1e-5 * torch.randn_like(parameter)
+            start, direction = parameter.detach().clone(), 1e-4 * torch.randn_like(parameter)
             ahead, behind = (_loss_at(loss, parameter, start + sign * direction) for sign in (1, -1))
             _loss_at(loss, parameter, start)
             terms = parameter.grad * direction

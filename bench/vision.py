@@ -53,7 +53,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model = sb.bayesianize(build().cuda().to(memory_format=torch.channels_last), method)
         self.summary = sb.summary(self.model)
-        batch = rows // method.draw_components
+        batch = rows // method.traits.components
         self.x = torch.randn(batch, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
         self.y = torch.randint(1000, (batch,), device="cuda")
         groups = sb.parameter_groups(self.model, lr=1e-4, weight_decay=1e-4)

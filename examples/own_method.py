@@ -1,6 +1,6 @@
 """A method of your own: Gaussian dropout, y = op(x ∘ ε, W) with ε ~ N(1, α) (Srivastava et al. 2014)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, sample, scale_
 from slimbayes.layers import is_weighted
 from slimbayes.layers.base import Converted
 from slimbayes.methods import METHODS, Method
-from slimbayes.methods.base import Outline, Shared, check_positive, needs_linear
+from slimbayes.methods.base import Outline, Shared, Traits, check_positive, needs_linear
 
 
 class GaussianNoiseRule(Rule):
@@ -56,24 +56,9 @@ class GaussianDropout(Method):
         check_positive("alpha", self.alpha)
 
     @property
-    def draw_components(self) -> int:
-        """Draws are samples alone."""
-        return 1
-
-    @property
-    def step_components(self) -> int | None:
-        """No components."""
-        return None
-
-    @property
-    def trains_base(self) -> bool:
-        """Everything is trained."""
-        return True
-
-    @property
-    def randomizes_weight(self) -> bool:
-        """The weight is deterministic."""
-        return False
+    def traits(self) -> Traits:
+        """Draws are samples alone, everything is trained, and the weight is deterministic."""
+        return Traits()
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""
@@ -86,10 +71,6 @@ class GaussianDropout(Method):
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """No new parameters."""
         return GaussianNoiseRule(name, self.alpha)
-
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """None: the penalty is weight decay."""
-        return iter(())
 
 
 METHODS["GaussianDropout"] = GaussianDropout  # so that sb.load finds it by name

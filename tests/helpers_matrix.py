@@ -164,7 +164,7 @@ REFUSED = [(m, kind) for m in METHODS for kind in CASES if (m, kind) not in PAIR
 
 def cases_of(kind, method, trained=False):
     """The configurations of a layer type that have what the method makes random (or trains)."""
-    affine = trained or method.randomizes_weight
+    affine = trained or method.traits.randomizes_weight
     return [case for case in CASES[kind] if not (affine and case.label == "no affine")]
 
 
@@ -252,7 +252,7 @@ def check_identity(case, method, training, dtype, *, samples=1, noise="mean", to
     ours = sb.draw(model, *inputs, samples=samples, noise=noise, **case.call)
     rows = tiled(inputs, draws)
     # Frequencies are counted within a draw where every draw has a table of its own.
-    apart = case.label == "frequency" and method.randomizes_weight and noise != "mean"
+    apart = case.label == "frequency" and method.traits.randomizes_weight and noise != "mean"
     runs = theirs * draws if apart else theirs
     parts = zip(*(x.chunk(len(runs)) if x is not None else [None] * len(runs) for x in rows), strict=True)
     torchs = torch.cat([t(*part, **case.call) for t, part in zip(runs, parts, strict=True)])

@@ -33,7 +33,7 @@ def close(actual, expected, tolerance=1e-6):
 @pytest.mark.parametrize("method", METHODS)
 def test_shape_counts_components_times_samples(method):
     model = convert(residual_net, METHODS[method]()).eval()
-    components = METHODS[method]().draw_components
+    components = METHODS[method]().traits.components
     assert components == {"rank1": 3, "batch_ensemble": 3, "deep_ensemble": 3}.get(
         method, 2 if method in ("cauchy", "lognormal", "additive") else 1
     )
@@ -357,7 +357,7 @@ def test_shared_noise_is_one_function_of_the_batch(method):
             assert (example[:, 0] - example[:, 1]).abs().max() > 1e-4
         else:
             close(example, example[:, :1].expand_as(example), 1e-5)
-    components = METHODS[method]().draw_components
+    components = METHODS[method]().traits.components
     mean = sb.draw(model, x, samples=2, noise="mean")
     assert torch.equal(mean.unflatten(0, (components, 2))[:, 0], mean.unflatten(0, (components, 2))[:, 1])
 
@@ -389,7 +389,7 @@ def test_layers_and_components_have_noise_of_their_own(method):
     for noise in ("example", "shared"):
         draws = sb.draw(model, features(2, 4), samples=3, noise=noise, seed=2)  # [D, 2, 2 layers, 4]
         assert (draws[:, :, 0] - draws[:, :, 1]).abs().max() > 1e-3
-        if chosen.draw_components > 1:
+        if chosen.traits.components > 1:
             components = draws.unflatten(0, (-1, 3))
             assert (components[0] - components[1]).abs().max() > 1e-3
 

@@ -302,7 +302,7 @@ def test_example_and_shared_noise(name, seed):
             5 if name == "EMP" else 8
         )  # draws differ in any case; EMP has 9 functions
     y = repeated_rows(method, "mean", seed)
-    components = method.draw_components
+    components = method.traits.components
     for group in y.unflatten(0, (components, -1)):
         assert distinct(group.flatten(0, 1)) == 1
 

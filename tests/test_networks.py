@@ -49,7 +49,7 @@ def test_residual_network(method, mode):
     model = sb.bayesianize(copy.deepcopy(plain), METHODS[method]())
     getattr(plain, mode)()
     getattr(model, mode)()
-    components = METHODS[method]().draw_components
+    components = METHODS[method]().traits.components
     if method not in ("lognormal", "additive", "emp", "ecmp"):
         unit_factors(model)
         draws = sb.draw(model, images(), noise="mean")

@@ -345,3 +345,12 @@ def test_learned_mixing_finds_the_better_component():
         adam.step()
     probs = model.bayes.mixing.logits.softmax(0)
     assert probs[0] > 10 * probs[1]
+
+
+def test_a_prediction_between_draw_and_loss_leaves_the_score_alone():
+    model, _ = converted(sb.EMP(3, learn_mixing=True, init_noise=0.5))
+    draws = sb.draw(model, X, samples=4)
+    sb.predict(model, X, samples=4)
+    sb.elbo(draws, TARGETS, model, num_data=4).loss.backward()
+    logits = [p for name, p in model.named_parameters() if name.endswith("logits")]
+    assert logits and all(p.grad.abs().max() > 0 for p in logits)

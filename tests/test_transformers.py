@@ -66,7 +66,7 @@ def converted(network, method, **options):
 @pytest.mark.parametrize(("network", "method"), CASES)
 def test_runs_trains_and_predicts(network, method):
     model, inputs, targets = converted(network, method)
-    draws = METHODS[method]().draw_components * 2
+    draws = METHODS[method]().traits.components * 2
     output = sb.draw(model, **inputs, samples=2)
     assert type(output).__name__.endswith(("Output", "Attentions"))
     assert output.logits.shape[:2] == (draws, 4)

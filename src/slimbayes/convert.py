@@ -99,12 +99,12 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
     before = {
         name: sum(p.numel() for p in modules[name].parameters()) for name in (*plan.layers, *plan.wholes)
     }
-    steps = {m.step_components for m in methods if m.step_components is not None}
+    steps = {m.traits.step_components for m in methods if m.traits.step_components is not None}
     if len(steps) > 1 or (steps and plan.wholes):
         raise ValueError(
             "components_per_step must be the same in all rules, and cannot be mixed with DeepEnsemble"
         )
-    trains_base = all(m.trains_base for m in methods)
+    trains_base = all(m.traits.trains_base for m in methods)
     if not trains_base:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -124,7 +124,7 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
         left_alone=tuple(plan.left_alone),
         base_parameters=base,
         layer_parameters=before,
-        components=max((m.draw_components for m in used), default=1),
+        components=max((m.traits.components for m in used), default=1),
         step_components=next(iter(steps), None),
         trains_base=trains_base,
     )

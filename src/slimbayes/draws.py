@@ -118,7 +118,8 @@ def draw_flat(
     if check_rows:
         _verify_rows(model, now, flat)
         record.rows_checked = True
-    record.mixing = list(now.log_probs.values())
+    if torch.is_grad_enabled():  # a prediction in between must not take the place of the draws to be scored
+        record.mixing = list(now.log_probs.values())
     return _unfold(output, components * samples, flat.batch)
 
 

@@ -63,7 +63,10 @@ def _terms(model: nn.Module, record: Record) -> Iterator[KLTerm]:
         converted.update(id(p) for p in layer.parameters())
     rest = [(n, p) for n, p in unwrap(model).named_parameters() if id(p) not in converted and p.requires_grad]
     for method in record.methods:
-        yield from method.model_terms(rest)
+        prior = method.traits.shared_prior
+        if prior is not None:
+            for name, parameter in rest:
+                yield f"shared.{name}", d.Delta(parameter), prior.distribution(parameter), "sum"
 
 
 @dataclass

@@ -33,7 +33,7 @@ def read_rules(method: MethodOrRules, include: Selection | None) -> list[Choice]
             raise TypeError(f"every rule must be a pair (selector, method), got {rule!r}")
     if include is not None:
         raise ValueError("include cannot be given beside a list of rules: put the selection into the rules")
-    counts = {m.draw_components for _, m in method if m.draw_components > 1}
+    counts = {m.traits.components for _, m in method if m.traits.components > 1}
     if len(counts) > 1:
         raise ValueError(
             f"the rules have different numbers of components ({', '.join(map(str, sorted(counts)))}), but "
@@ -101,7 +101,7 @@ def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) 
             continue
         refusal = _refusal(method, module)
         if refusal is None:
-            if method.randomizes_weight:
+            if method.traits.randomizes_weight:
                 require_weight(module, name)
             plan.layers[name] = choice
         elif selection is None and name in unsupported:
@@ -202,7 +202,7 @@ def follow_ties(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
             owners.setdefault(id(weight), []).append(name)
     for name, index in list(plan.layers.items()):
         weight = modules[name]._parameters.get("weight")
-        if weight is None or not methods[index].randomizes_weight:
+        if weight is None or not methods[index].traits.randomizes_weight:
             continue
         for other in owners[id(weight)]:
             if plan.layers.get(other) == index:

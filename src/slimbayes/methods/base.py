@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from slimbayes.apply.base import KLTerm, Rule
+from slimbayes.apply.base import Rule
 from slimbayes.layers.base import Converted
+from slimbayes.priors import Prior
 
 
 @dataclass
@@ -39,28 +39,30 @@ class Outline:
     modules: tuple[nn.Module, ...]
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What conversion, draws and the objective need to know of a method.
+
+    ``components`` is what the draws axis counts, ``step_components`` how many of them one training step uses
+    (None: all). ``trains_base=False`` freezes all but the new parameters. With ``randomizes_weight`` the
+    weight itself is random, so that layers tied to it must follow. ``shared_prior`` is the prior of the
+    parameters that no rule converted.
+    """
+
+    components: int = 1
+    step_components: int | None = None
+    trains_base: bool = True
+    randomizes_weight: bool = False
+    shared_prior: Prior | None = None
+
+
 class Method(ABC):
     """One way to make a layer Bayesian."""
 
     @property
     @abstractmethod
-    def draw_components(self) -> int:
-        """Components that the draws axis counts."""
-
-    @property
-    @abstractmethod
-    def step_components(self) -> int | None:
-        """Components that take part in one training step; None for all."""
-
-    @property
-    @abstractmethod
-    def trains_base(self) -> bool:
-        """Whether parameters other than the new ones are trained."""
-
-    @property
-    @abstractmethod
-    def randomizes_weight(self) -> bool:
-        """Whether the weight itself becomes random, so that modules tied to it must follow."""
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
 
     @abstractmethod
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
@@ -73,10 +75,6 @@ class Method(ABC):
     @abstractmethod
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """Give a retyped layer its new parameters and return its rule."""
-
-    @abstractmethod
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """KL terms of the parameters that no rule converted."""
 
 
 def needs_linear(method: str, layer: type[Converted]) -> str | None:

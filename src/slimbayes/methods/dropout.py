@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
-from slimbayes.apply.base import KLTerm, Rule
+from slimbayes.apply.base import Rule
 from slimbayes.apply.dropped import DroppedRule
 from slimbayes.apply.sampled import SampledRule
 from slimbayes.layers import is_weighted
@@ -16,6 +15,7 @@ from slimbayes.methods.base import (
     Method,
     Outline,
     Shared,
+    Traits,
     check_choice,
     check_rate,
     needs_matrix,
@@ -42,24 +42,9 @@ class MCDropout(Method):
         check_choice("granularity", self.granularity, ("element", "channel"))
 
     @property
-    def draw_components(self) -> int:
-        """Draws are samples alone."""
-        return 1
-
-    @property
-    def step_components(self) -> int | None:
-        """No components."""
-        return None
-
-    @property
-    def trains_base(self) -> bool:
-        """Everything is trained."""
-        return True
-
-    @property
-    def randomizes_weight(self) -> bool:
-        """The weight is deterministic."""
-        return False
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits()
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""
@@ -72,10 +57,6 @@ class MCDropout(Method):
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """No new parameters."""
         return DroppedRule(name, self.rate, self.granularity == "channel")
-
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """None: the penalty is weight decay."""
-        return iter(())
 
 
 @dataclass(frozen=True)
@@ -92,24 +73,9 @@ class DropConnect(Method):
         check_rate("rate", self.rate)
 
     @property
-    def draw_components(self) -> int:
-        """Draws are samples alone."""
-        return 1
-
-    @property
-    def step_components(self) -> int | None:
-        """No components."""
-        return None
-
-    @property
-    def trains_base(self) -> bool:
-        """Everything is trained."""
-        return True
-
-    @property
-    def randomizes_weight(self) -> bool:
-        """The weight itself is random."""
-        return True
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits(randomizes_weight=True)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""
@@ -126,7 +92,3 @@ class DropConnect(Method):
             known = (BernoulliPosterior(self.rate), f"{name}.weight")
             shared.put(layer.weight, "spread", known)
         return SampledRule(name, known[0], None, weight_source=known[1])
-
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """None: the penalty is weight decay."""
-        return iter(())

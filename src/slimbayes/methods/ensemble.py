@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from slimbayes.apply.base import KLTerm, Rule
+from slimbayes.apply.base import Rule
 from slimbayes.layers.base import Converted
-from slimbayes.methods.base import Method, Outline, Shared, check_count
+from slimbayes.methods.base import Method, Outline, Shared, Traits, check_count
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,9 @@ class DeepEnsemble(Method):
         check_count("members", self.members)
 
     @property
-    def draw_components(self) -> int:
-        """Components that the draws axis counts."""
-        return self.members
-
-    @property
-    def step_components(self) -> int | None:
-        """All members take part in every step."""
-        return None
-
-    @property
-    def trains_base(self) -> bool:
-        """Everything is trained."""
-        return True
-
-    @property
-    def randomizes_weight(self) -> bool:
-        """A member's tensors are its own."""
-        return False
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits(components=self.members)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """The whole model is one ensemble; conversion handles it as such."""
@@ -62,10 +47,6 @@ class DeepEnsemble(Method):
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """Whole modules are converted, not layers."""
         raise TypeError("DeepEnsemble converts whole modules")
-
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """None: members are point estimates."""
-        return iter(())
 
     def resetter(self, root: nn.Module) -> Callable[[nn.Module], None] | None:
         """What re-draws a member's tensors, or None when members are copies."""
@@ -115,29 +96,14 @@ def reset_tree(
 class Deterministic(Method):
     """The network as it is, behind the same verbs: the baseline of every comparison.
 
-    >>> Deterministic().draw_components
+    >>> Deterministic().traits.components
     1
     """
 
     @property
-    def draw_components(self) -> int:
-        """Draws are samples, all alike."""
-        return 1
-
-    @property
-    def step_components(self) -> int | None:
-        """No components."""
-        return None
-
-    @property
-    def trains_base(self) -> bool:
-        """Everything is trained."""
-        return True
-
-    @property
-    def randomizes_weight(self) -> bool:
-        """Nothing is random."""
-        return False
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits()
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Every layer, and none is changed."""
@@ -150,7 +116,3 @@ class Deterministic(Method):
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """No layer is changed."""
         raise TypeError("Deterministic converts no layer")
-
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """None: parameters are point estimates."""
-        return iter(())

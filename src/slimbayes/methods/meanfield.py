@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slimbayes import distributions as d
 from slimbayes import priors
-from slimbayes.apply.base import KLTerm, Rule
+from slimbayes.apply.base import Rule
 from slimbayes.apply.sampled import SampledRule
 from slimbayes.kl import check_pair
 from slimbayes.layers import is_weighted
@@ -19,6 +19,7 @@ from slimbayes.methods.base import (
     Method,
     Outline,
     Shared,
+    Traits,
     check_choice,
     check_count,
     check_positive,
@@ -60,24 +61,9 @@ class MeanField(Method):
         check_pair(d.Normal, type(self.prior.distribution(torch.ones(1))))
 
     @property
-    def draw_components(self) -> int:
-        """Draws are samples alone."""
-        return 1
-
-    @property
-    def step_components(self) -> int | None:
-        """No components."""
-        return None
-
-    @property
-    def trains_base(self) -> bool:
-        """Everything is trained."""
-        return True
-
-    @property
-    def randomizes_weight(self) -> bool:
-        """The weight itself is random."""
-        return True
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits(randomizes_weight=True)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""
@@ -96,10 +82,6 @@ class MeanField(Method):
             return NormalPosterior(start_stddev(tensor, self.stddev_init), self.stddev_max)
 
         return attach_sampled(layer, name, shared, spread, spread, self)
-
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """None: other parameters are point estimates."""
-        return iter(())
 
 
 @dataclass(frozen=True)
@@ -126,24 +108,9 @@ class KTied(Method):
             raise ValueError(f"KTied needs a Normal or HeNormal prior, got {self.prior!r}")
 
     @property
-    def draw_components(self) -> int:
-        """Draws are samples alone."""
-        return 1
-
-    @property
-    def step_components(self) -> int | None:
-        """No components."""
-        return None
-
-    @property
-    def trains_base(self) -> bool:
-        """Everything is trained."""
-        return True
-
-    @property
-    def randomizes_weight(self) -> bool:
-        """The weight itself is random."""
-        return True
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits(randomizes_weight=True)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""
@@ -166,10 +133,6 @@ class KTied(Method):
             return NormalPosterior(start_stddev(bias, self.stddev_init))
 
         return attach_sampled(layer, name, shared, weight_spread, bias_spread, self)
-
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """None: other parameters are point estimates."""
-        return iter(())
 
 
 def start_stddev(like: Tensor, stddev: float) -> Tensor:

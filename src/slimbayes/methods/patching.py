@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from slimbayes import distributions as d
 from slimbayes import priors
-from slimbayes.apply.base import KLTerm, Rule
+from slimbayes.apply.base import Rule
 from slimbayes.apply.indexed import IndexedRule, Mixing
 from slimbayes.layers import EMBEDDINGS, NORMS, is_weighted
 from slimbayes.layers.base import Converted
@@ -20,6 +19,7 @@ from slimbayes.methods.base import (
     Method,
     Outline,
     Shared,
+    Traits,
     add_component_axis,
     check_count,
     check_positive,
@@ -56,24 +56,9 @@ class _Patching(Method, ABC):
                 )
 
     @property
-    def draw_components(self) -> int:
-        """Draws are samples alone: a component is chosen anew in every draw."""
-        return 1
-
-    @property
-    def step_components(self) -> int | None:
-        """No component axis."""
-        return None
-
-    @property
-    def trains_base(self) -> bool:
-        """Everything is trained."""
-        return True
-
-    @property
-    def randomizes_weight(self) -> bool:
-        """The weight itself is random."""
-        return True
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits(randomizes_weight=True, shared_prior=self._prior())
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that one of the ``patch`` entries names."""
@@ -82,14 +67,6 @@ class _Patching(Method, ABC):
     def refuses(self, layer: type[Converted]) -> str | None:
         """Every layer type can be patched."""
         return None
-
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """Equation 6's second half: τ/2 ‖M‖² of every parameter that is not patched."""
-        prior = self._prior()
-        if prior is None:
-            return
-        for name, parameter in parameters:
-            yield f"shared.{name}", d.Delta(parameter), prior.distribution(parameter), "sum"
 
     def _prior(self) -> priors.Normal | None:
         if self.prior_precision is None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes import posteriors, priors
-from slimbayes.apply.base import KLTerm, Rule
+from slimbayes.apply.base import Rule
 from slimbayes.apply.rank1 import Factor, Rank1Rule
 from slimbayes.kl import check_pair
 from slimbayes.layers import is_weighted
@@ -19,6 +18,7 @@ from slimbayes.methods.base import (
     Method,
     Outline,
     Shared,
+    Traits,
     add_component_axis,
     check_choice,
     check_count,
@@ -87,24 +87,11 @@ class Rank1(Method):
             check_pair(q, type(self._prior().distribution(one)))
 
     @property
-    def draw_components(self) -> int:
-        """Components that the draws axis counts."""
-        return self.components
-
-    @property
-    def step_components(self) -> int | None:
-        """Components that take part in one training step; None for all."""
-        return self.components_per_step
-
-    @property
-    def trains_base(self) -> bool:
-        """Whether parameters other than the factors are trained."""
-        return self.train_base
-
-    @property
-    def randomizes_weight(self) -> bool:
-        """The weight is shared and deterministic."""
-        return False
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits(
+            components=self.components, step_components=self.components_per_step, trains_base=self.train_base
+        )
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""
@@ -122,10 +109,6 @@ class Rank1(Method):
         add_component_axis(layer, "bias", self.components, shared)
         additive = self.perturbation == "additive"
         return Rank1Rule(name, self.components, output, inner, additive, self.clip, self.kl_reduction)
-
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """None: other parameters are point estimates."""
-        return iter(())
 
     def _prior(self) -> priors.Prior:
         if self.prior is not None:
@@ -175,24 +158,9 @@ class BatchEnsemble(Method):
         _check_sign_init(self.random_sign_init)
 
     @property
-    def draw_components(self) -> int:
-        """Components that the draws axis counts."""
-        return self.components
-
-    @property
-    def step_components(self) -> int | None:
-        """All components take part in every step."""
-        return None
-
-    @property
-    def trains_base(self) -> bool:
-        """The shared weights are trained."""
-        return True
-
-    @property
-    def randomizes_weight(self) -> bool:
-        """The weight is shared and deterministic."""
-        return False
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits(components=self.components)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""
@@ -206,10 +174,6 @@ class BatchEnsemble(Method):
         """Add the factors and one bias per component."""
         same = Rank1(self.components, "delta", random_sign_init=self.random_sign_init, clip=None)
         return same.attach(layer, name, shared)
-
-    def model_terms(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[KLTerm]:
-        """None: other parameters are point estimates."""
-        return iter(())
 
 
 def _check_sign_init(value: float) -> None:

@@ -20,7 +20,8 @@ def main(steps: int = 60) -> dict[str, float]:
         vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
     )
     model = sb.bayesianize(BertForSequenceClassification(config), sb.Rank1(components=4))
-    print(sb.summary(model))
+    cost = sb.summary(model)
+    print(f"{cost.parameters - cost.base_parameters:,} more parameters, {100 * cost.overhead:+.1f} %")
     optimizer = torch.optim.AdamW(sb.parameter_groups(model, lr=3e-3, weight_decay=1e-2))
     annealing = sb.LinearAnnealing(steps)
     model.train()
@@ -35,7 +36,7 @@ def main(steps: int = 60) -> dict[str, float]:
     prediction = sb.predict(model, input_ids=tokens, samples=4, seed=0)
     accuracy = (prediction.mean.argmax(-1) == labels).float().mean().item()
     print(f"accuracy {accuracy:.3f} from {len(prediction.draws)} draws")
-    return {"accuracy": accuracy, "draws": len(prediction.draws), "overhead": sb.summary(model).overhead}
+    return {"accuracy": accuracy, "draws": len(prediction.draws), "overhead": cost.overhead}
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def test_loading_executes_no_code(tmp_path):
     assert b"builtins" not in path.read_bytes()
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["slimbayes"])
-    assert set(header) == {"format", "architecture", "methods", "layers", "aliases", "sha256"}
+    assert set(header) == {"format", "architecture", "methods", "layers", "dropouts", "aliases", "sha256"}
 
 
 # Written whole or not at all

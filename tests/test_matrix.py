@@ -365,13 +365,33 @@ def test_compiles_once(name):
     compiled = torch.compile(model, backend=passes, fullgraph=True)
     for _ in range(3):
         inputs = model.inputs()
-        draws = sb.draw(compiled, *inputs, samples=2, seed=7)
-        compare("draws", draws, sb.draw(model, *inputs, samples=2, seed=7), SINGLE)
+        torch.manual_seed(1)
+        eager = sb.draw(model, *inputs, samples=2)
+        torch.manual_seed(1)
+        draws = sb.draw(compiled, *inputs, samples=2)
+        compare("draws", draws, eager, SINGLE)
     model.zero_grad()
-    draws = sb.draw(compiled, *inputs, samples=2, seed=7)
     sb.elbo(draws, torch.zeros_like(draws[0]), compiled, num_data=50, likelihood=likelihood).loss.backward()
     assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
     assert passes.frame_count == 1
+
+
+def test_compiles_once_with_a_seed():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)) for _ in range(2))
+    sb.bayesianize(
+        first, [("0", sb.Rank1(components=2, posterior="cauchy")), ("1", sb.EMP()), ("2", sb.MCDropout())]
+    )
+    sb.bayesianize(second, sb.KTied(estimator="flipout"))
+    for model in (first, second):
+        passes = CompileCounter()
+        compiled = torch.compile(model, backend=passes, fullgraph=True)
+        for _ in range(3):
+            x = torch.randn(5, 3)
+            eager = sb.draw(model, x, samples=2, seed=7)
+            compare("draws", sb.draw(compiled, x, samples=2, seed=7), eager, SINGLE)
+        assert passes.frame_count == 1
 
 
 BRANCHES = {

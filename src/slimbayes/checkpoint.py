@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from slimbayes import priors
 from slimbayes.convert import all_or_nothing, bayesianize
-from slimbayes.methods import METHODS, DeepEnsemble, Deterministic, Method
+from slimbayes.layers.dropout import ACTIVE
+from slimbayes.methods import METHODS, DeepEnsemble, Deterministic, MCDropout, Method
 from slimbayes.record import ATTRIBUTE, Record, find_record, unwrap
 
 FORMAT = 1
@@ -62,6 +63,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         "architecture": type(inner).__name__.removeprefix("Ensembled"),
         "methods": [_method_to_json(record, i) for i in range(len(record.methods))],
         "layers": record.layers,
+        "dropouts": record.dropouts,
         "aliases": aliases,
     }
     header["sha256"] = _digest(header, tensors)
@@ -96,7 +98,7 @@ def load(network: Network, path: str | os.PathLike[str]) -> Network:
             _check_same(existing, header, path)
         else:
             _check_architecture(inner, header, tensors, path)
-            _convert_like(inner, methods, header["layers"])
+            _convert_like(inner, methods, header["layers"], header["dropouts"])
         _check_tensors(inner.state_dict(), tensors, path)
         inner.load_state_dict(tensors, strict=True)
     return network
@@ -156,6 +158,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             )
         intact = header["sha256"] == _digest(header, tensors)
         aliases = dict(header["aliases"])
+        header["dropouts"] = set(header["dropouts"])
         tensors.update({name: tensors[original] for name, original in aliases.items()})
         if not all(0 <= rule < len(header["methods"]) for rule in dict(header["layers"]).values()):
             raise ValueError("a layer names a method that is not there")
@@ -252,6 +255,14 @@ def _check_tensors(
     extra = sorted(set(tensors) - set(expected))
     absent = sorted(set(expected) - set(tensors))
     wrong = [n for n in expected if n in tensors and expected[n].shape != tensors[n].shape]
+    other = sorted(
+        {str(tensors[n].dtype) for n in expected if n in tensors and expected[n].dtype != tensors[n].dtype}
+    )
+    if other:
+        raise CheckpointError(
+            f"{str(path)!r} holds numbers of type {', '.join(other)}, and the network's are of another type; "
+            f"convert the network first, with network.to(dtype)"
+        )
     if extra or absent or wrong:
         raise CheckpointError(
             f"{str(path)!r} does not fit this network: not in the network {extra[:4]}, not in the checkpoint "
@@ -259,7 +270,9 @@ def _check_tensors(
         )
 
 
-def _convert_like(network: nn.Module, methods: list[Method], layers: dict[str, int]) -> None:
+def _convert_like(
+    network: nn.Module, methods: list[Method], layers: dict[str, int], dropouts: set[str]
+) -> None:
     rules: list[Any] = []
     for index, method in enumerate(methods):
         names = {name for name, rule in layers.items() if rule == index}
@@ -268,8 +281,11 @@ def _convert_like(network: nn.Module, methods: list[Method], layers: dict[str, i
         if isinstance(method, DeepEnsemble):
             method = dataclasses.replace(method, reinitialize=False)
         rules.append((None if names == {""} and isinstance(method, DeepEnsemble) else _named(names), method))
+    silent = set()
+    if any(isinstance(method, MCDropout) for method in methods):
+        silent = {n for n, m in network.named_modules() if type(m) in ACTIVE and n not in dropouts}
     with torch.random.fork_rng(devices=[]):
-        bayesianize(network, rules or [(None, Deterministic())])
+        bayesianize(network, rules or [(None, Deterministic())], exclude=_named(silent) if silent else None)
     record: Record = network.__dict__[ATTRIBUTE]
     # As it was, rules that converted nothing and re-initialisers included: saved again, it is the same file.
     record.methods = tuple(methods)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from slimbayes.layers import converted_class
-from slimbayes.layers.base import Converted
+from slimbayes.layers.base import Converted, expand_saved
 from slimbayes.layers.dropout import ACTIVE
 from slimbayes.layers.ensembled import Ensembled, ensemble
-from slimbayes.methods import DeepEnsemble, MCDropout, Method
+from slimbayes.methods import DeepEnsemble, Method
 from slimbayes.methods.base import Shared
 from slimbayes.record import ATTRIBUTE, Record
 from slimbayes.selection import (
@@ -115,8 +115,10 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
         ensemble(name or type(model).__name__, modules[name], method.members, method.resetter(model))
     for name, index in plan.layers.items():
         _convert_layer(modules[name], name, methods[index], shared)
-    if any(isinstance(m, MCDropout) for m in methods):
-        _activate_dropout(model)
+    _relink_aliases(model, shared)
+    for name in plan.dropouts:
+        modules[name].__class__ = ACTIVE[type(modules[name])]
+        modules[name].source = name or "dropout"
     _disable_fast_paths(model)
     record = Record(
         methods=tuple(methods),
@@ -126,6 +128,7 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
         layer_parameters=before,
         components=max((m.traits.components for m in used), default=1),
         step_components=next(iter(steps), None),
+        dropouts=tuple(plan.dropouts),
         trains_base=trains_base,
     )
     model.__dict__[ATTRIBUTE] = record
@@ -146,12 +149,19 @@ def _convert_layer(module: nn.Module, name: str, method: Method, shared: Shared)
     module.bayes = method.attach(module, name or layer_class.title, shared)
 
 
-def _activate_dropout(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        active = ACTIVE.get(type(module))
-        if active is not None:
-            module.__class__ = active
-            module.source = name or "dropout"
+def _relink_aliases(model: nn.Module, shared: Shared) -> None:
+    """Modules that hold a second name of a parameter which now has a component axis hold the new one."""
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            new = None if parameter is None else shared.get(parameter, "components")
+            if new is not None:
+                module._parameters[key] = new
+                module.register_load_state_dict_pre_hook(_expand_alias)
+
+
+def _expand_alias(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for key, parameter in module._parameters.items():
+        expand_saved(state_dict, prefix + key, parameter)
 
 
 def _disable_fast_paths(model: nn.Module) -> None:

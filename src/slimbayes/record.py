@@ -26,6 +26,7 @@ class Record:
     layer_parameters: dict[str, int]
     components: int
     step_components: int | None
+    dropouts: tuple[str, ...]
     trains_base: bool
     rows_checked: bool = False
     mixing: list[Tensor] = field(default_factory=list)  # log-probabilities [draws] of the last draw's indices
@@ -41,6 +42,7 @@ class Record:
             dict(self.layer_parameters),
             self.components,
             self.step_components,
+            self.dropouts,
             self.trains_base,
             self.rows_checked,
         )

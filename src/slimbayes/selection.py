@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from slimbayes.layers import UNSUPPORTED, converted_class
-from slimbayes.methods import DeepEnsemble, Deterministic, Method
+from slimbayes.layers.dropout import ACTIVE
+from slimbayes.methods import DeepEnsemble, Deterministic, MCDropout, Method
 from slimbayes.methods.base import Outline, require_weight
+
+EXCLUDED = "excluded"
 
 Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 Selection = Selector | Iterable[Selector]
@@ -56,6 +59,11 @@ class Plan:
     layers: dict[str, int]  # candidate name -> rule
     wholes: dict[str, int]  # module name -> rule, for deep ensembles
     left_alone: list[tuple[str, str, str]]
+    dropouts: list[str]  # the network's own dropout modules that stay active in draws
+
+    def ensembled(self, name: str) -> bool:
+        """Whether a module lies in a part that has members."""
+        return any(name == whole or whole == "" or name.startswith(whole + ".") for whole in self.wholes)
 
 
 def _candidates(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
@@ -77,7 +85,9 @@ def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) 
     exclude = _kept(exclude)
     known, unsupported = _candidates(model)
     outline = Outline(tuple(known), tuple(known.values()))
-    plan = Plan({}, {}, [])
+    plan = Plan({}, {}, [], [])
+    dropouts = {name: m for name, m in model.named_modules() if type(m) in ACTIVE}
+    _check_exclude(exclude, rules, {**known, **unsupported, **dropouts})
     matched = [False] * len(rules)
     for index, (selection, method) in enumerate(rules):
         if isinstance(method, Deterministic) and selection is None:
@@ -85,10 +95,10 @@ def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) 
         elif isinstance(method, DeepEnsemble):
             matched[index] = _plan_ensemble(model, selection, exclude, index, plan)
     for name, module in {**known, **unsupported}.items():
-        inside = any(name == whole or whole == "" or name.startswith(whole + ".") for whole in plan.wholes)
-        if inside or (exclude is not None and _selected(exclude, name, module)):
-            if not inside:
-                plan.left_alone.append((name, type(module).__name__, "excluded"))
+        if plan.ensembled(name):
+            continue
+        if exclude is not None and _selected(exclude, name, module):
+            plan.left_alone.append((name, type(module).__name__, EXCLUDED))
             continue
         choice = _first_rule(rules, name, module, outline)
         if choice is None:
@@ -112,6 +122,12 @@ def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) 
                 f"{refusal}. Leave it out with exclude={name!r}, or give it another method in a list of rules"
             )
     _check_matched(rules, matched, known)
+    if any(isinstance(method, MCDropout) for _, method in rules):
+        plan.dropouts = [
+            name
+            for name, module in dropouts.items()
+            if not plan.ensembled(name) and not (exclude is not None and _selected(exclude, name, module))
+        ]
     return plan
 
 
@@ -165,16 +181,24 @@ def _plan_ensemble(
     return index in plan.wholes.values()
 
 
+def _check_exclude(exclude: Selection | None, rules: list[Choice], layers: dict[str, nn.Module]) -> None:
+    if exclude is None or any(isinstance(method, DeepEnsemble) for _, method in rules):
+        return  # an ensemble's exclusions speak of whole modules
+    if not any(_selected(exclude, name, module) for name, module in layers.items()):
+        raise ValueError(f"exclude={exclude!r} matches no layer; the layers are: {_listing(layers)}")
+
+
+def _listing(layers: dict[str, nn.Module]) -> str:
+    names = [f"{name or '(root)'} ({type(m).__name__})" for name, m in layers.items()]
+    return (", ".join(names[:8]) or "none") + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 def _check_matched(rules: list[Choice], matched: list[bool], known: dict[str, nn.Module]) -> None:
     for (selection, method), hit in zip(rules, matched, strict=True):
         if hit:
             continue
-        names = [f"{name or '(root)'} ({type(m).__name__})" for name, m in known.items()]
-        listing = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         what = f"the selection {selection!r}" if selection is not None else f"the default of {method!r}"
-        raise ValueError(
-            f"{what} matches no layer. The layers that can be converted are: {listing or 'none'}"
-        )
+        raise ValueError(f"{what} matches no layer. The layers that can be converted are: {_listing(known)}")
 
 
 def check_ensemble_ties(modules: dict[str, nn.Module], plan: Plan) -> None:
@@ -207,11 +231,12 @@ def follow_ties(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
         for other in owners[id(weight)]:
             if plan.layers.get(other) == index:
                 continue
-            refusal = (
-                _refusal(methods[index], modules[other])
-                if other not in plan.layers
-                else "another rule took it"
-            )
+            if other in plan.layers:
+                refusal: str | None = "another rule took it"
+            elif (other, type(modules[other]).__name__, EXCLUDED) in plan.left_alone:
+                refusal = "it is excluded"
+            else:
+                refusal = _refusal(methods[index], modules[other])
             if refusal is not None:
                 raise ValueError(
                     f"layers {name!r} and {other!r} share one weight, which {type(methods[index]).__name__} "

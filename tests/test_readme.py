@@ -1,0 +1,143 @@
+"""README, CONTRIBUTING and docs: code blocks run, names and links exist, figures are computed."""
+
+import ast
+import doctest
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import slimbayes as sb
+from slimbayes.methods import METHODS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = [page for page in PAGES if page.name not in ("CONTRIBUTING.md", "support.md")]
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+
+def names(pages):
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+def blocks(page):
+    """(language, first line, code) of every fenced block."""
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S):
+        yield match[1], page.read_text()[: match.start(2)].count("\n"), match[2]
+
+
+@functools.cache
+def executed(page):
+    """Run a page's blocks from top to bottom in one namespace, and return that."""
+    space = {"__name__": page.stem}
+    torch.manual_seed(0)
+    for language, line, code in blocks(page):
+        where = f"{page.relative_to(ROOT)}, line {line + 1}"
+        if language == "python":
+            exec(compile("\n" * line + code, str(page), "exec"), space)
+        elif language == "pycon":
+            test = doctest.DocTestParser().get_doctest(code, space, where, str(page), line)
+            failures = []
+            doctest.DocTestRunner(verbose=False, optionflags=FLAGS).run(
+                test, out=failures.append, clear_globs=False
+            )
+            assert not failures, "".join(failures)
+            space.update(test.globs)
+        else:
+            assert language in ("bash", "text"), (
+                f"{where}: a block of {language or 'no language'} is not tested"
+            )
+    return space
+
+
+@pytest.mark.parametrize("page", RUN, ids=names(RUN))
+def test_blocks_run(page):
+    executed(page)
+
+
+def test_the_readme_example_learns():
+    code = next(code for language, _, code in blocks(ROOT / "README.md") if language == "python")
+    assert len([line for line in code.splitlines() if line.strip()]) == 10
+    space = executed(ROOT / "README.md")
+    assert space["model"] is space["net"]
+    assert space["draws"].shape == (4, 500, 3)
+    prediction, y = space["prediction"], space["y"]
+    assert prediction.draws.shape == (32, 500, 3)
+    assert torch.allclose(prediction.mean.sum(-1), torch.ones(500))
+    assert (prediction.mean.argmax(-1) == y).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_names_and_links_exist(page):
+    text = page.read_text()
+    for name in set(re.findall(r"\bsb\.([A-Za-z_]\w*)", text)) - {"GaussianDropout"}:
+        assert hasattr(sb, name), f"sb.{name} does not exist"
+    for target in re.findall(r"(?:`|^)make (\w+)(?:`| )", text, re.M):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), f"no target {target}"
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve()
+        assert target.exists(), f"{link} does not exist"
+        if anchor:
+            heads = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
+            assert anchor in [head.lower().replace(" ", "-") for head in heads], f"no heading {link}"
+    for file in re.findall(r"`((?:src|tests|examples|docs)/[\w/]+\.(?:py|md))`", text):
+        assert (ROOT / file).exists(), f"{file} does not exist"
+
+
+def test_method_table_of_the_readme():
+    """Each row's call has the defaults it shows, and its parameters on WRN-28-10 are those counted."""
+    rows = re.findall(
+        r"^\| `(\w+)\(([^)]*)\)` \|.*\| ([+\d.]+) % \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert [name for name, _, _ in rows] and {name for name, _, _ in rows} == set(METHODS)
+    for name, arguments, printed in rows:
+        method = eval(f"sb.{name}({arguments})")
+        assert method == METHODS[name](), f"{name}: {arguments} are not its defaults"
+        with torch.device("meta"):  # counted, not allocated
+            model = sb.bayesianize(sb.models.wrn28_10(10), method)
+        assert f"{100 * sb.summary(model).overhead:+.2f}" == printed, name
+
+
+def test_every_method_has_a_section_and_every_page_a_link():
+    titles = " ".join(re.findall(r"^## (.+)$", (ROOT / "docs" / "methods.md").read_text(), re.M))
+    assert set(re.findall(r"\w+", titles)) - {"and"} == set(METHODS)
+    readme = (ROOT / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in readme, f"README does not link docs/{page.name}"
+
+
+def test_contributing_shows_the_example_as_it_is():
+    example = (ROOT / "examples" / "own_method.py").read_text()
+    shown = [code for language, _, code in blocks(ROOT / "CONTRIBUTING.md") if language == "python"]
+    assert len(shown) == 5
+    for code in shown:
+        assert code in example, f"not in examples/own_method.py:\n{code}"
+
+
+def test_contributing_lists_every_room_in_the_order_of_imports():
+    """A file imports only from its own row of the table, or from rows above it."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("## The rooms")[1].split("## Style")[0]
+    order = {}
+    for row, cells in enumerate(re.findall(r"^\| (`.+?) \|", table, re.M)):
+        for room in re.findall(r"`(\w+)(?:\.py|/)`", cells):
+            order[room] = row
+    package = ROOT / "src" / "slimbayes"
+    rooms = {
+        path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert rooms - {"__init__"} == set(order)
+    for path in package.rglob("*.py"):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        source = re.sub(r"if TYPE_CHECKING:\n(    .*\n|\n)+", "", path.read_text())
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "slimbayes":
+                parts = node.module.split(".")
+                for imported in parts[1:2] or [alias.name for alias in node.names]:
+                    assert order[imported] <= order[room], f"{path.name} imports {imported}, a room below it"

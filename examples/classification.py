@@ -16,10 +16,10 @@ def moons(n: int) -> tuple[torch.Tensor, torch.Tensor]:
 def main(steps: int = 600) -> dict[str, float]:
     torch.manual_seed(0)
     x, y = moons(400)
-    net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
+    net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
     model = sb.bayesianize(net, sb.MeanField(estimator="local"))
     optimizer = torch.optim.Adam(sb.parameter_groups(model, lr=1e-2, weight_decay=0.0))
-    annealing = sb.LinearAnnealing(steps // 2)
+    annealing = sb.LinearAnnealing(steps)
     for step in range(steps):
         rows = torch.randint(len(x), (100,))
         draws = sb.draw(model, x[rows])  # [1, 100, 2]

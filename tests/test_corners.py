@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes.layers.dropout import ActiveDropout
@@ -103,3 +104,49 @@ def test_loading_into_another_number_type_is_an_error(tmp_path):
     sb.save(sb.bayesianize(dropout_net().double(), sb.Rank1()), tmp_path / "net.safetensors")
     with pytest.raises(sb.CheckpointError, match=r"torch.float64.*network.to\(dtype\)"):
         sb.load(dropout_net(), tmp_path / "net.safetensors")
+
+
+class Checkpointed(nn.Module):
+    """Two layers whose activations are recomputed in the backward pass."""
+
+    def __init__(self, recompute):
+        super().__init__()
+        self.first, self.second, self.recompute = nn.Linear(4, 6), nn.Linear(6, 3), recompute
+
+    def forward(self, x):
+        def run(x):
+            return self.second(torch.tanh(self.first(x)))
+
+        return checkpoint(run, x, use_reentrant=False) if self.recompute else run(x)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("noise", ["example", "shared", "mean"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        sb.Rank1(components=2),
+        sb.MeanField(),
+        sb.MeanField(estimator="flipout"),
+        sb.KTied(estimator="local"),
+        sb.ECMP(components=3, patch=(nn.Linear,), init_noise=0.3),
+        sb.MCDropout(0.5),
+        sb.DropConnect(0.5),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_activation_checkpointing_has_the_same_gradients(method, noise, samples, seed):
+    x = torch.randn(5, 4)
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = sb.bayesianize(Checkpointed(recompute), method)
+        sb.draw(model, x)  # the once-per-model probe is over
+        torch.manual_seed(1)
+        sb.draw(model, x, samples=samples, noise=noise, seed=seed).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert (plain is None) == (recomputed is None)
+        if plain is not None:
+            torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)

@@ -1,5 +1,6 @@
 """The examples run, in fewer steps than they take by default, and what they return makes sense."""
 
+import doctest
 import importlib.util
 import runpy
 import sys
@@ -35,13 +36,13 @@ def test_every_example_is_tested_and_short():
 def test_classification(capsys):
     result = example("classification").main(steps=200)
     assert result["accuracy"] > 0.95
-    assert result["far"] > 3 * result["near"] > 0
+    assert result["far"] > 4 * result["near"] > 0
     assert f"accuracy {result['accuracy']:.3f}" in capsys.readouterr().out
 
 
 def test_regression(capsys):
     result = example("regression").main(steps=400)
-    assert 0.87 < result["coverage"] < 0.96
+    assert 0.87 < result["coverage"] < 0.97
     assert 0.29 < result["noise"] < 0.36  # the truth is 0.3
     assert result["outside"] > 5 * result["inside"]
     assert f"{100 * result['coverage']:.1f} % of new points" in capsys.readouterr().out
@@ -59,6 +60,7 @@ def test_transformer(capsys):
 
 
 def test_mixed_rules(capsys):
+    pytest.importorskip("sklearn")
     result = example("mixed_rules").main(steps=60)
     assert result["accuracy"] > 0.8
     assert result["draws"] == 4 * 8
@@ -72,6 +74,7 @@ def test_mixed_rules(capsys):
 
 @pytest.fixture(scope="module")
 def quickstart():
+    pytest.importorskip("sklearn")
     return example("quickstart")
 
 
@@ -92,7 +95,9 @@ def test_quickstart(quickstart, capsys):
         assert 0 < r["ece"] < 1 and 0 < r["shifted_ece"] < 1 and r["seconds"] > 0, name
         assert f"{name:14} epoch   3/3" in printed
         row = next(line for line in printed.splitlines() if line.startswith(name) and "%" in line)
-        assert row.split() == quickstart._cells(name, r)
+        values = (r["nll"], 100 * r["accuracy"], r["ece"], r["shifted_nll"], 100 * r["shifted_accuracy"])
+        assert [float(cell) for cell in row.split()[1:6]] == pytest.approx(values, abs=0.051)
+        assert row.split()[-3:-1] == [f"{r['parameters']:,}", f"{100 * r['overhead']:+.1f}%"]
 
 
 def test_quickstart_repeats_itself(quickstart, monkeypatch, capsys):
@@ -106,16 +111,16 @@ def test_quickstart_data(quickstart):
     assert x.shape == (1200, 64) and x_test.shape == shifted.shape == (597, 64)
     assert x.min() >= 0 and x.max() == 1 and y.bincount().min() > 100 and len(y_test.unique()) == 10
     inner = (shifted > 0) & (shifted < 1) & (x_test > 0.3) & (x_test < 0.7)
-    assert 0 < (shifted - x_test)[inner].std() < 0.3 and not torch.equal(shifted, x_test)
+    assert 0.22 < (shifted - x_test)[inner].std() < 0.27  # N(0, 0.3²), cut to [0, 1]
     # No training digit is in the test set, up to the few that scikit-learn holds twice.
     assert (torch.cdist(x_test, x).min(1).values == 0).float().mean() < 0.01
 
 
 def test_quickstart_ece(quickstart):
-    # Bins of fifteenths: 0.95 and 0.99 share one, with one of two right; 0.65 is alone and right.
-    probabilities = torch.tensor([[0.95, 0.05], [0.01, 0.99], [0.35, 0.65]])
+    # Bins of fifteenths (not of twentieths): 0.94 and 0.99 share one, where half are right; 0.65 is alone.
+    probabilities = torch.tensor([[0.94, 0.06], [0.01, 0.99], [0.35, 0.65]])
     targets = torch.tensor([0, 0, 1])
-    expected = 2 / 3 * abs(0.5 - 0.97) + 1 / 3 * abs(1.0 - 0.65)
+    expected = 2 / 3 * abs(0.5 - 0.965) + 1 / 3 * abs(1.0 - 0.65)
     assert quickstart.ece(probabilities, targets) == pytest.approx(expected, abs=1e-6)
     assert quickstart.ece(torch.eye(2), torch.tensor([0, 1])) == 0.0
 
@@ -134,7 +139,7 @@ def test_quickstart_without_rich(quickstart, monkeypatch, capsys):
     assert without.isascii()
 
 
-def test_quickstart_help(monkeypatch, capsys):
+def test_quickstart_help(quickstart, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--help"])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
@@ -152,6 +157,7 @@ def own_method():
 
 
 def test_own_method_has_the_right_moments(own_method):
+    assert doctest.testmod(own_method) == (0, 1)
     result = own_method.main()
     assert result["ratio"] == pytest.approx(1.0, abs=0.02)
     assert result["mean_gap"] < 0.02

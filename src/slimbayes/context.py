@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import torch
@@ -48,6 +48,7 @@ class Draw:
 class _State(threading.local):
     def __init__(self) -> None:
         self.current: Draw | None = None
+        self.finished: Draw | None = None
 
 
 _STATE = _State()
@@ -77,6 +78,19 @@ class activate:
         trace: TracebackType | None,
     ) -> None:
         _STATE.current = self.outer
+        if not torch.compiler.is_compiling():
+            _STATE.finished = replace(self.draw, cache={}, calls={}, log_probs={}, rows_seen=None)
+
+
+def _recomputed_draw() -> Draw | None:
+    """The draw that activation checkpointing is running again, or None.
+
+    Checkpointing calls layers a second time from within backward, when their draw is over. They must see its
+    rows, noise mode and seed; without a seed, checkpointing itself restores torch's generator.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return None
+    return _STATE.finished
 
 
 @dataclass
@@ -168,7 +182,7 @@ def fresh_noise(kind: str, size: tuple[int, ...], dtype: torch.dtype, device: to
 
 def frame(layer: str, rows: int, components: int = 1) -> Frame:
     """Split the ``rows`` that layer ``layer`` sees into draws, examples and what is folded after them."""
-    draw = _STATE.current
+    draw = _STATE.current or _recomputed_draw()
     if draw is None:
         if rows % components != 0:
             raise RowError(

@@ -122,6 +122,11 @@ def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) 
                 f"{refusal}. Leave it out with exclude={name!r}, or give it another method in a list of rules"
             )
     _check_matched(rules, matched, known)
+    for name, module in model.named_modules():
+        reported = any(name == outer or name.startswith(outer + ".") for outer in unsupported)
+        own = any(parameter is not None for parameter in module._parameters.values())
+        if own and not reported and name not in known and not plan.ensembled(name):
+            plan.left_alone.append((name, type(module).__name__, "no converted class for this type"))
     if any(isinstance(method, MCDropout) for _, method in rules):
         plan.dropouts = [
             name

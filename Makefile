@@ -65,5 +65,5 @@ $(DEV): pyproject.toml constraints.txt
 	@touch $(BASE) $(DEV)
 
 $(BASE): pyproject.toml constraints.txt
-	$(call install,.[sklearn,cli])
+	$(call install,.[demo])
 	@touch $(BASE)

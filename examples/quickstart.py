@@ -1,7 +1,8 @@
 """Train one small network four ways on scikit-learn's digits and compare what each says about its errors.
 
 The data are embedded in scikit-learn: 1,200 digits of 8 × 8 pixels to train on, 597 to test on, these both
-clean and shifted by Gaussian noise on every pixel.
+clean and shifted by Gaussian noise on every pixel. The prior of Rank1 and the KL weight of KTied were chosen
+by trial on other splits of the same digits, so those two rows are somewhat optimistic.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ def main(epochs: int = 30, seed: int = 0) -> dict[str, dict[str, float]]:
         results[name] = dict(zip(keys, (*clean, *shifted), strict=True))
         results[name] |= {"parameters": summary.parameters, "overhead": summary.overhead, "seconds": seconds}
     show([_cells(name, row) for name, row in results.items()])
-    print("Lower is better for NLL and ECE. One run each on little data: see how far --seed 1 moves them.")
+    print("Lower is better for NLL and ECE. One run each on little data: see how far --seed 1 moves them;")
+    print("Rank1's prior and KTied's KL weight were chosen by trial on other splits of the same digits.")
     return results
 
 

@@ -33,9 +33,12 @@ LIMITS = """\
   where a weight is used at several positions, it samples those outputs independently.
 - `BatchNorm` statistics are computed over all rows of a draw, so components and samples share them. Only the
   members of a `DeepEnsemble` have their own.
-- With more than one draw, `EmbeddingBag` needs a 2-D input `[batch, bag size]`.
+- In draws `EmbeddingBag` needs a 2-D input `[batch, bag size]`: offsets into a flat one cannot be tiled.
+- The `padding_idx` row of an `Embedding` is never random.
 - An `Embedding` or `EmbeddingBag` with `max_norm` cannot have a random table, and a norm without affine
-  parameters has nothing to make random; both are errors."""
+  parameters has nothing to make random; both are errors.
+- `DeepEnsemble` re-initialises its members by the modules' own `reset_parameters`; a module without one needs
+  `reinitialize=False` or a function of yours."""
 
 
 def methods() -> dict[str, Method]:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from slimbayes.apply.base import Inputs, Slot
 from slimbayes.apply.grouped import one_by_one
-from slimbayes.layers.base import Converted
+from slimbayes.layers.base import Converted, unbatched
 
 
 class _Table(Converted):
@@ -70,7 +70,7 @@ class BayesEmbedding(_Table, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer's rule."""
-        return self._apply_rule(input)
+        return unbatched(self._apply_rule, input, 1)
 
 
 class BayesEmbeddingBag(_Table, nn.EmbeddingBag):

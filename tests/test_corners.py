@@ -142,11 +142,36 @@ def test_activation_checkpointing_has_the_same_gradients(method, noise, samples,
     for recompute in (False, True):
         torch.manual_seed(0)
         model = sb.bayesianize(Checkpointed(recompute), method)
-        sb.draw(model, x)  # the once-per-model probe is over
         torch.manual_seed(1)
-        sb.draw(model, x, samples=samples, noise=noise, seed=seed).square().sum().backward()
+        draws = sb.draw(model, x, samples=samples, noise=noise, seed=seed)
+        with torch.no_grad():
+            sb.draw(
+                model, x[:2], seed=9
+            )  # neither this nor the once-per-model probe is what backward repeats
+        draws.square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         assert (plain is None) == (recomputed is None)
         if plain is not None:
             torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_plain_checkpointed_call_is_not_taken_for_an_earlier_draw():
+    x = torch.randn(6, 4)
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = sb.bayesianize(Checkpointed(recompute), sb.Rank1(components=2))
+        sb.draw(model, x[:3], seed=7)
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_dropout_module_that_drops_everything():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(1.0))
+    model = sb.bayesianize(net, sb.MCDropout(0.1))
+    assert not sb.draw(model, torch.randn(2, 4)).any()
+    assert sb.draw(model, torch.randn(2, 4), noise="mean").any()

@@ -78,7 +78,7 @@ class activate:
         trace: TracebackType | None,
     ) -> None:
         _STATE.current = self.outer
-        if not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             _STATE.finished = replace(self.draw, cache={}, calls={}, log_probs={}, rows_seen=None)
 
 
@@ -88,8 +88,12 @@ def _recomputed_draw() -> Draw | None:
     Checkpointing calls layers a second time from within backward, when their draw is over. They must see its
     rows, noise mode and seed; without a seed, checkpointing itself restores torch's generator.
     """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+    if torch.compiler.is_compiling():
         return None
+    if (
+        torch._C._current_graph_task_id() == -1
+    ):  # not in backward: a plain call, and what it starts is no draw
+        _STATE.finished = None
     return _STATE.finished
 
 

@@ -104,8 +104,7 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
         raise ValueError(
             "components_per_step must be the same in all rules, and cannot be mixed with DeepEnsemble"
         )
-    trains_base = all(m.traits.trains_base for m in methods)
-    if not trains_base:
+    if not all(m.traits.trains_base for m in methods):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
     shared = Shared()
@@ -129,7 +128,6 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
         components=max((m.traits.components for m in used), default=1),
         step_components=next(iter(steps), None),
         dropouts=tuple(plan.dropouts),
-        trains_base=trains_base,
     )
     model.__dict__[ATTRIBUTE] = record
     silent = [f"{name} ({kind})" for name, kind, why in plan.left_alone if why.startswith("recurrent")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,24 +27,18 @@ class Record:
     components: int
     step_components: int | None
     dropouts: tuple[str, ...]
-    trains_base: bool
     rows_checked: bool = False
     mixing: list[Tensor] = field(default_factory=list)  # log-probabilities [draws] of the last draw's indices
     baseline: Tensor = field(default_factory=lambda: torch.zeros(()))  # running nll, for learned mixing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         # The last draw's log-probabilities belong to its graph, not to a copy of the model.
-        return Record(
-            self.methods,
-            dict(self.layers),
-            self.left_alone,
-            self.base_parameters,
-            dict(self.layer_parameters),
-            self.components,
-            self.step_components,
-            self.dropouts,
-            self.trains_base,
-            self.rows_checked,
+        return replace(
+            self,
+            layers=dict(self.layers),
+            layer_parameters=dict(self.layer_parameters),
+            mixing=[],
+            baseline=torch.zeros(()),
         )
 
 

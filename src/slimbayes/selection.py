@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from slimbayes.layers import UNSUPPORTED, converted_class
+from slimbayes.layers.base import require_weight
 from slimbayes.layers.dropout import ACTIVE
 from slimbayes.methods import DeepEnsemble, Deterministic, MCDropout, Method
-from slimbayes.methods.base import Outline, require_weight
+from slimbayes.methods.base import Outline
 
 EXCLUDED = "excluded"
 
@@ -84,7 +85,7 @@ def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) 
     """Hold every layer of the model against the rules; the first that matches takes it."""
     exclude = _kept(exclude)
     known, unsupported = _candidates(model)
-    outline = Outline(tuple(known), tuple(known.values()))
+    outline = Outline(tuple(known.values()))
     plan = Plan({}, {}, [], [])
     dropouts = {name: m for name, m in model.named_modules() if type(m) in ACTIVE}
     _check_exclude(exclude, rules, {**known, **unsupported, **dropouts})
@@ -122,11 +123,7 @@ def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) 
                 f"{refusal}. Leave it out with exclude={name!r}, or give it another method in a list of rules"
             )
     _check_matched(rules, matched, known)
-    for name, module in model.named_modules():
-        reported = any(name == outer or name.startswith(outer + ".") for outer in unsupported)
-        own = any(parameter is not None for parameter in module._parameters.values())
-        if own and not reported and name not in known and not plan.ensembled(name):
-            plan.left_alone.append((name, type(module).__name__, "no converted class for this type"))
+    _report_unknown(model, {**known, **unsupported}, plan)
     if any(isinstance(method, MCDropout) for _, method in rules):
         plan.dropouts = [
             name
@@ -134,6 +131,15 @@ def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) 
             if not plan.ensembled(name) and not (exclude is not None and _selected(exclude, name, module))
         ]
     return plan
+
+
+def _report_unknown(model: nn.Module, layers: dict[str, nn.Module], plan: Plan) -> None:
+    """Say which modules hold parameters but are of a type that nothing converts."""
+    for name, module in model.named_modules():
+        inside = any(name == outer or name.startswith(outer + ".") for outer in layers)
+        own = any(parameter is not None for parameter in module._parameters.values())
+        if own and not inside and not plan.ensembled(name):
+            plan.left_alone.append((name, type(module).__name__, "no converted class for this type"))
 
 
 def _first_rule(rules: list[Choice], name: str, module: nn.Module, outline: Outline) -> int | None:

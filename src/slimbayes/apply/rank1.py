@@ -57,7 +57,6 @@ class Rank1Rule(Rule):
 
     def _factor(self, factor: Factor, which: str, frame: Frame) -> Tensor:
         def make() -> Tensor:
-            # Noise is per component and the subset in this draw is chosen after: K is small.
             value = sample(
                 _picked(factor, frame), frame, f"{self.name}.{which}", frame.noise == "example", True
             )

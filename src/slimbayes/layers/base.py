@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimbayes.apply.base import Operation, Rule
 
@@ -57,3 +57,23 @@ def affine_per_group(y: Tensor, weight: Tensor, bias: Tensor | None, shape: tupl
     if bias is None:
         return (y * weight).flatten(0, 1)
     return torch.addcmul(bias.to(y.dtype).reshape(groups, 1, *shape), y, weight).flatten(0, 1)
+
+
+def require_weight(module: nn.Module, name: str) -> None:
+    """Raise for a layer without parameters to spread, or with features that a random table cannot have."""
+    if module.weight is None:
+        raise ValueError(
+            f"layer {name!r} ({type(module).__name__}) has no affine parameters to make random; "
+            f"leave it out with exclude={name!r}"
+        )
+    if getattr(module, "max_norm", None) is not None:
+        raise ValueError(
+            f"embedding {name!r} renormalises its rows in place (max_norm={module.max_norm}), "
+            f"which a random table cannot do; build it with max_norm=None"
+        )
+
+
+def constant_row(layer: Converted) -> int | None:
+    """The row of the weight that is never random: an embedding's padding."""
+    row: int | None = getattr(layer, "padding_idx", None)
+    return row

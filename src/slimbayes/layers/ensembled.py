@@ -40,11 +40,8 @@ class Ensembled(nn.Module):
         """Run every member on its own rows, component-major."""
         rows = self._rows(args, kwargs)
         frame = context.frame(self.ensemble_name, rows, self.members)
-        ids = None if frame.draw is None else frame.draw.component_ids
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         stacked = {name: tensors[name] for name in self._tensor_names}
-        if ids is not None:
-            stacked = {name: value.index_select(0, ids) for name, value in stacked.items()}
 
         def call(k: int, member_args: tuple[Any, ...], member_kwargs: dict[str, Any]) -> Any:
             own = {f"module.{name}": value[k] for name, value in stacked.items()}

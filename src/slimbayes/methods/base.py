@@ -35,7 +35,6 @@ class Shared:
 class Outline:
     """What default selections look at: the candidate layers of the whole model, in order."""
 
-    names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
 
 
@@ -91,20 +90,6 @@ def needs_matrix(method: str, layer: type[Converted]) -> str | None:
         if layer.matrix_weight
         else f"{method} needs a weight matrix, and this layer's weight is a vector"
     )
-
-
-def require_weight(module: nn.Module, name: str) -> None:
-    """Raise for a layer without parameters to spread, or with features that a random table cannot have."""
-    if module.weight is None:
-        raise ValueError(
-            f"layer {name!r} ({type(module).__name__}) has no affine parameters to make random; "
-            f"leave it out with exclude={name!r}"
-        )
-    if getattr(module, "max_norm", None) is not None:
-        raise ValueError(
-            f"embedding {name!r} renormalises its rows in place (max_norm={module.max_norm}), "
-            f"which a random table cannot do; build it with max_norm=None"
-        )
 
 
 def add_component_axis(layer: Converted, tensor: str, components: int, shared: Shared) -> None:

@@ -14,7 +14,7 @@ from slimbayes import priors
 from slimbayes.apply.base import Rule
 from slimbayes.apply.indexed import IndexedRule, Mixing
 from slimbayes.layers import EMBEDDINGS, NORMS, is_weighted
-from slimbayes.layers.base import Converted
+from slimbayes.layers.base import Converted, constant_row
 from slimbayes.methods.base import (
     Method,
     Outline,
@@ -89,9 +89,9 @@ class _Patching(Method, ABC):
             if self.init_noise > 0 and fresh:
                 value = getattr(layer, tensor)
                 noise = self.init_noise * torch.randn_like(value)
-                padding = getattr(layer, "padding_idx", None)
-                if padding is not None:
-                    noise[:, padding] = 0.0  # the padding row of an embedding stays what it is
+                row = constant_row(layer)
+                if row is not None:
+                    noise[:, row] = 0.0
                 with torch.no_grad():
                     value.add_(noise)
         return IndexedRule(name, mixing, bias_source, per_element, self._prior())

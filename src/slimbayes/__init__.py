@@ -9,11 +9,12 @@
 torch.Size([8, 3])
 """
 
-from slimbayes import models
+from slimbayes import data, metrics, models
 from slimbayes.checkpoint import CheckpointError, load, save
 from slimbayes.context import RowError
 from slimbayes.convert import bayesianize
 from slimbayes.draws import draw
+from slimbayes.evaluate import evaluate
 from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian
 from slimbayes.methods import (
     ECMP,
@@ -32,10 +33,16 @@ from slimbayes.predict import predict
 from slimbayes.predictive import Predictive
 from slimbayes.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
 from slimbayes.summary import Summary, summary
+from slimbayes.training import FitResult, Training, TrainingError, fit
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "fit",
+    "data",
+    "TrainingError",
+    "Training",
+    "FitResult",
     "ECMP",
     "ELBO",
     "EMP",
@@ -64,8 +71,10 @@ __all__ = [
     "bayesianize",
     "draw",
     "elbo",
+    "evaluate",
     "kl",
     "load",
+    "metrics",
     "models",
     "parameter_groups",
     "predict",

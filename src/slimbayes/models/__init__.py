@@ -1,5 +1,6 @@
 """Plain torch networks of the three papers; nothing Bayesian in here."""
 
+from .build import NETWORKS, DenseNet, build, default_network
 from .lenet import LeNet
 from .mlp import MLP, DeepMLP, RegressionNet
 from .pyramidnet import PyramidNet
@@ -9,13 +10,17 @@ from .wrn import WideResNet, wrn28_10
 
 __all__ = [
     "MLP",
+    "NETWORKS",
     "DeepMLP",
+    "DenseNet",
     "LeNet",
     "PyramidNet",
     "RegressionNet",
     "ResNet",
     "TFPResNet",
     "WideResNet",
+    "build",
+    "default_network",
     "resnet18",
     "resnet50",
     "wrn28_10",

@@ -1,0 +1,191 @@
+"""``slimbayes evaluate``, ``predict``, ``report`` and ``info``."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slimbayes.cli import options as o
+from slimbayes.cli.errors import friendly, screen
+from slimbayes.config import ConfigError
+
+Folder = Annotated[Path, typer.Argument(help="The folder of a trained model.", metavar="RUN")]
+
+
+@friendly
+def evaluate(
+    run: Folder,
+    data: o.Data = None,
+    shifts: Annotated[
+        str | None,
+        typer.Option(
+            "--shifts", metavar="A,B,...", help="Which shifts; default: all that fit; none: clean only."
+        ),
+    ] = None,
+    max_test: Annotated[
+        int | None, typer.Option("--max-test", min=1, help="At most so many test examples.")
+    ] = None,
+    draws: o.Draws = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FOLDER", help="Where results.json and the page go; default: the run's folder."
+        ),
+    ] = None,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Write the HTML page too.")] = False,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--network", help="Needed if the run has a network of your own: package.module:function."
+        ),
+    ] = None,
+    data_root: o.DataRoot = None,
+    data_option: o.DataOption = None,
+    threads: o.Threads = None,
+) -> None:
+    """Measure a trained model on its test data, clean and shifted."""
+    from slimbayes.compare import evaluate_run
+    from slimbayes.report import print_summary, write_report, write_results
+    from slimbayes.runs import load_run
+
+    o.set_threads(threads)
+    loaded = load_run(run, network)
+    results = evaluate_run(
+        loaded,
+        run,
+        data=data,
+        data_options=o.pairs(data_option, "--data-option"),
+        data_root=data_root,
+        shifts=() if shifts == "none" else o.words(shifts),
+        max_test=max_test,
+        draws=draws,
+    )
+    folder = out or run
+    write_results(results, folder / "results.json")
+    print_summary(results, screen)
+    _by_severity(results)
+    screen.print(f"Results: {folder / 'results.json'}", soft_wrap=True)
+    if page:
+        screen.print(f"Page: {write_report(results, folder)}", soft_wrap=True)
+
+
+def _by_severity(results: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    run = results["methods"][0]["runs"][0]
+    if not run["shifted"]:
+        return
+    keys = (
+        ("nll", "accuracy", "ece") if results["task"] == "classification" else ("nll", "rmse", "coverage_90")
+    )
+    table = Table(title="By shift and severity: NLL", title_justify="left")
+    severities = list(next(iter(run["shifted"].values())))
+    table.add_column("shift")
+    for severity in severities:
+        table.add_column(severity, justify="right")
+    for name, rows in run["shifted"].items():
+        table.add_row(name, *(f"{rows[severity][keys[0]]:.3f}" for severity in severities))
+    screen.print(table)
+
+
+@friendly
+def predict(
+    run: Folder,
+    inputs: Annotated[
+        Path,
+        typer.Argument(
+            metavar="INPUTS", help="A .csv or .parquet table, an .npz file, an image, or a folder of images."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Where to write: .csv, .json or .npz.")
+    ] = Path("predictions.csv"),
+    level: Annotated[float, typer.Option("--level", help="Of the intervals.")] = 0.9,
+    draws: o.Draws = None,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Of the draws: the same seed, the same predictions.")
+    ] = 0,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--network", help="Needed if the run has a network of your own: package.module:function."
+        ),
+    ] = None,
+    threads: o.Threads = None,
+) -> None:
+    """Predict new data: probabilities or means, entropy, mutual information, intervals."""
+    from slimbayes.data import read_inputs
+    from slimbayes.predictions import SUFFIXES, predict_table, write_table
+    from slimbayes.runs import load_run
+
+    if out.suffix not in SUFFIXES:
+        raise ConfigError(f"--out {str(out)!r}: give a name that ends in one of {', '.join(SUFFIXES)}")
+    o.set_threads(threads)
+    loaded = load_run(run, network)
+    if draws is not None:
+        loaded.config = dataclasses.replace(loaded.config, draws=draws)
+    raw, names = read_inputs(inputs, loaded.facts.to_dict())
+    table = predict_table(loaded, raw, level, seed, names=list(names))
+    write_table(table, out)
+    screen.print(f"{len(raw)} predictions: {out}", soft_wrap=True)
+
+
+@friendly
+def report(
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS...", help="results.json files of the same data set.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="Where the page goes; default: beside the first file."),
+    ] = None,
+) -> None:
+    """Turn results into a table and one HTML page with figures."""
+    from slimbayes.report import merge_results, print_summary, read_results, write_report
+
+    found = read_results(results[0]) if len(results) == 1 else merge_results(list(results))
+    print_summary(found, screen)
+    screen.print(f"Page: {write_report(found, out or results[0].parent)}", soft_wrap=True)
+
+
+@friendly
+def info(data_root: o.DataRoot = None) -> None:
+    """Show versions, devices, extras, and which data sets are there."""
+    from slimbayes.cli.info import show
+
+    show(screen, data_root)
+
+
+COMMANDS = (
+    (
+        evaluate,
+        o.examples(
+            "slimbayes evaluate runs/digits",
+            "slimbayes evaluate runs/digits --shifts rotation,noise --page",
+        ),
+    ),
+    (
+        predict,
+        o.examples(
+            "slimbayes predict runs/patients new.csv --out risk.csv",
+            "slimbayes predict runs/digits images/ --out predictions.json",
+            "slimbayes predict runs/cifar images.npz --level 0.95",
+        ),
+    ),
+    (
+        report,
+        o.examples(
+            "slimbayes report slimbayes-compare/results.json",
+            "slimbayes report a.json b.json --out both",
+        ),
+    ),
+    (
+        info,
+        o.examples(
+            "slimbayes info --data-root data",
+        ),
+    ),
+)

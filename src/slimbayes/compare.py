@@ -1,0 +1,388 @@
+"""``compare``: several methods on one data set, over seeds, clean and shifted; the numbers behind the report."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimbayes.config import CompareConfig, Contender, RunConfig
+from slimbayes.data import (
+    Batches,
+    DataError,
+    Dataset,
+    OutOfDistribution,
+    Shift,
+    Split,
+    out_of_distribution,
+    shifts_for,
+)
+from slimbayes.data import load as load_data
+from slimbayes.evaluate import Evaluation, assess
+from slimbayes.files import write_whole
+from slimbayes.metrics import ood_scores
+from slimbayes.models import default_network
+from slimbayes.predict import predict
+from slimbayes.provenance import provenance
+from slimbayes.record import find_record
+from slimbayes.runs import Facts, Run, make_likelihood, make_model, samples_for
+from slimbayes.specs import parse_method
+from slimbayes.summary import summary
+from slimbayes.training import Training, fit
+
+EVALUATION_SEED = 7
+_EXAMPLES = 8
+_BINS = 20
+Say = Callable[[str], None]
+
+
+def compare(
+    config: CompareConfig, folder: str | Path | None = None, data_root: str | None = None, resume: bool = False,
+    progress: bool = True, say: Say = lambda text: None, data: Dataset | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Train every contender with every seed, measure each on clean and shifted test data, return the results.
+
+    With a ``folder`` every finished (method, seed) is kept there, and ``resume=True`` takes those that were
+    trained with the same configuration instead of training them again. The result is what ``slimbayes.report``
+    reads.
+    """
+    start = time.monotonic()
+    data = data or load_data(config.data, root=data_root, **config.data_options)
+    bench = Bench(config, data, data_root)
+    methods: dict[str, dict[str, Any]] = {}
+    cells = [(seed, contender) for seed in config.seeds for contender in config.contenders]
+    for number, (seed, contender) in enumerate(cells, 1):
+        path = Path(folder) / "runs" / f"{_slug(contender.label)}-{seed}.json" if folder is not None else None
+        key = bench.key(contender, seed)
+        cell = _read_cell(path, key) if resume else None
+        label = f"[{number}/{len(cells)}] {contender.label}, seed {seed}"
+        if cell is None:
+            cell = {"key": key, **bench.measure(contender, seed, progress, label)}
+            if path is not None:
+                write_whole(path, json.dumps(cell))
+            say(f"{label}: {_brief(cell['run'])}")
+        else:
+            say(f"{label}: kept from before")
+        entry = methods.setdefault(contender.label, {**cell["method"], "runs": []})
+        entry["runs"].append(cell["run"])
+    title = f"{data.name}: {_count(len(config.contenders), 'method')}, {_count(len(config.seeds), 'seed')}"
+    return bench.results(title, list(methods.values()), time.monotonic() - start)
+
+
+class Bench:
+    """The test data of a comparison, clean and shifted, and the measurement of one contender on them."""
+
+    def __init__(self, config: CompareConfig, data: Dataset, data_root: str | None) -> None:
+        self.config, self.data = config, data
+        self.test = data.test if config.max_test is None else data.test[: config.max_test]
+        self.shifts: tuple[Shift, ...] = shifts_for(data, config.shifts)
+        self.ood: OutOfDistribution | None = out_of_distribution(data, data_root)
+        self.network = default_network(data.shape) if config.network == "auto" else config.network
+        self.shifted: dict[tuple[str, int], Split] = {
+            (shift.name, severity): shift.apply(self.test, severity, seed=EVALUATION_SEED)
+            for shift in self.shifts
+            for severity in config.severities
+        }
+        self.fingerprint = data.fingerprint()
+
+    def describe(self) -> dict[str, Any]:
+        """The data set, for the results."""
+        data = self.data
+        return {
+            "name": data.name, "kind": data.kind, "classes": list(data.classes), "features": list(data.features),
+            "outputs": list(data.outputs), "num_train": len(data.train), "num_test": len(self.test),
+            "shape": list(data.shape), "source": data.source, "fingerprint": self.fingerprint,
+        }  # fmt: skip
+
+    def results(self, title: str, methods: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+        """The whole, as ``slimbayes.report`` reads it."""
+        config, ood = self.config, self.ood
+        found = provenance(seeds=list(config.seeds), wall_seconds=round(seconds, 1), config=config.to_dict())
+        severities = list(config.severities)
+        return {
+            "format": "slimbayes-results",
+            "version": 1,
+            "title": title,
+            "task": self.data.task,
+            "created": found.pop("created"),
+            "provenance": found,
+            "dataset": self.describe(),
+            "network": self.network,
+            "shifts": [
+                {"name": s.name, "description": s.description, "severities": severities} for s in self.shifts
+            ],
+            "ood": ood and {"name": ood.name, "description": ood.description, "num": len(ood.inputs)},
+            "methods": methods,
+        }
+
+    def key(self, contender: Contender, seed: int) -> str:
+        """What a kept measurement depends on, as a short hash."""
+        config = self.config.to_dict()
+        for name in ("contenders", "seeds"):
+            config.pop(name)
+        content = [config, dataclasses.asdict(contender), seed, self.fingerprint]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def measure(self, contender: Contender, seed: int, progress: bool, label: str) -> dict[str, Any]:
+        """Train one contender with one seed and measure it."""
+        config = self.config
+        training = Training.from_dict({**config.training.to_dict(), **contender.training, "seed": seed})
+        one = RunConfig(
+            config.data, config.data_options, config.network, contender.method, config.validation, config.draws,
+            training,
+        )  # fmt: skip
+        model = make_model(one, self.data.shape, self.data.num_outputs, seed)
+        likelihood = make_likelihood(self.data.task)
+        fitted = fit(
+            model, self.data, training, validation=config.validation, likelihood=likelihood, progress=progress,
+            label=label,
+        )  # fmt: skip
+        run = Run(model, one, Facts.of(self.data), likelihood)
+        return {
+            "method": self.entry(contender, run),
+            "run": self.figures(run, fitted.history, fitted.seconds, seed),
+        }
+
+    def entry(self, contender: Contender, run: Run) -> dict[str, Any]:
+        """What all runs of a contender have in common."""
+        counted = summary(run.model)
+        return {
+            "name": type(contender.parsed).__name__,
+            "label": contender.label,
+            "settings": {"method": contender.method, **contender.training},
+            "parameters": counted.parameters,
+            "base_parameters": counted.base_parameters,
+            "overhead": counted.overhead,
+            "draws": find_record(run.model).components * samples_for(run.model, self.config.draws),
+        }
+
+    def figures(
+        self, run: Run, history: list[dict[str, float]], train_seconds: float | None, seed: int
+    ) -> dict[str, Any]:
+        """Everything measured of one trained model."""
+        start = time.monotonic()
+        clean = self._assess(run, self.test)
+        seconds = time.monotonic() - start
+        shifted = {place: self._assess(run, split) for place, split in self.shifted.items()}
+        by_shift: dict[str, dict[str, Any]] = {}
+        for (name, severity), evaluation in shifted.items():
+            by_shift.setdefault(name, {})[str(severity)] = evaluation.compute()
+        whole: Evaluation | None = None
+        for evaluation in shifted.values():
+            whole = evaluation if whole is None else whole.merge(evaluation)
+        figures: dict[str, Any] = {
+            "seed": seed,
+            "train_seconds": train_seconds,
+            "predict_seconds": seconds * 1000 / len(self.test),
+            "clean": clean.compute(),
+            "shifted": by_shift,
+            "reliability": {
+                "clean": clean.reliability(), "shifted": None if whole is None else whole.reliability()
+            },
+            "history": history,
+        }  # fmt: skip
+        if self.data.task == "classification":
+            figures |= self._class_figures(run, clean, whole, by_shift)
+        else:
+            figures |= self._regression_figures(run, clean)
+        if seed == self.config.seeds[0]:
+            figures["examples"] = self._examples(run, clean)
+        return figures
+
+    def _assess(self, run: Run, split: Split) -> Evaluation:
+        batches = Batches(
+            split, 512, scaling=self.data.scaling, target_scaling=self.data.target_scaling, shuffle=False
+        )
+        return assess(
+            run.model, batches, samples_for(run.model, self.config.draws), EVALUATION_SEED, run.likelihood,
+            target_scaling=self.data.target_scaling, chunk=16384, noise="shared",
+        )  # fmt: skip
+
+    def _class_figures(
+        self, run: Run, clean: Evaluation, whole: Evaluation | None, by_shift: dict[str, dict[str, Any]]
+    ) -> dict[str, Any]:
+        ood = (
+            self._assess(run, Split(self.ood.inputs, self._dummy_targets())) if self.ood is not None else None
+        )
+        top = float(torch.tensor(float(len(self.data.classes))).log())
+        edges = torch.linspace(0.0, top, _BINS + 1)
+        histograms: dict[str, Any] = {"edges": edges.tolist()}
+        for name, evaluation in (("clean", clean), ("shifted", whole), ("ood", ood)):
+            histograms[name] = None if evaluation is None else _histogram(evaluation.examples["entropy"], top)
+        figures: dict[str, Any] = {"entropy": histograms, "ood": None}
+        if ood is not None:
+            figures["ood"] = {}
+            for kind in ("entropy", "mutual_information"):
+                scores = ood_scores(clean.examples[kind], ood.examples[kind])
+                figures["ood"] |= {f"auroc_{kind}": scores.auroc, f"aupr_{kind}": scores.aupr}
+        points = [("clean", 0, clean.compute())]
+        points += [(name, int(s), metrics) for name, rows in by_shift.items() for s, metrics in rows.items()]
+        figures["disagreement"] = [
+            {"shift": name, "severity": s, "accuracy": m["accuracy"], "disagreement": m["disagreement"]}
+            for name, s, m in points
+            if "disagreement" in m
+        ]
+        return figures
+
+    def _dummy_targets(self) -> Tensor:
+        assert self.ood is not None
+        return torch.zeros(len(self.ood.inputs), dtype=torch.long)
+
+    def _regression_figures(self, run: Run, clean: Evaluation) -> dict[str, Any]:
+        columns = clean.examples
+        if self.data.shape != (1,):
+            keys = {"target": "target", "mean": "prediction", "lower": "lower", "upper": "upper"}
+            return {"scatter": {key: columns[name][:300, 0].tolist() for key, name in keys.items()}}
+        inputs = torch.cat([self.data.train.inputs, self.test.inputs])
+        x = torch.linspace(float(inputs.min()), float(inputs.max()), 121).unsqueeze(1)  # [121, 1]
+        scaling = self.data.target_scaling
+        assert scaling is not None
+        found = predict(
+            run.model, self.data.scaling(x), samples=samples_for(run.model, self.config.draws), noise="shared",
+            seed=EVALUATION_SEED, likelihood=run.likelihood,
+        )  # fmt: skip
+        lower, upper = found.interval(0.9)
+        spread = 1.645 * found.epistemic.sqrt()
+        truth = self.data.notes.get("truth")
+        curves = {"mean": found.mean, "lower": lower, "upper": upper}
+        curves |= {"epistemic_lower": found.mean - spread, "epistemic_upper": found.mean + spread}
+        return {
+            "fit": {
+                "x": x[:, 0].tolist(),
+                **{name: scaling.undo(values.cpu())[:, 0].tolist() for name, values in curves.items()},
+                "level": 0.9,
+                "train_x": self.data.train.inputs[:, 0].tolist(),
+                "train_y": self.data.train.targets[:, 0].tolist(),
+                "truth": truth(x)[:, 0].tolist() if callable(truth) else None,
+            }
+        }
+
+    def _examples(self, run: Run, clean: Evaluation) -> dict[str, list[dict[str, Any]]]:
+        columns = clean.examples
+        if self.data.task == "regression":
+            order = columns["variance"][:, 0].argsort(descending=True)
+            return {"least": self._real(columns, order), "most": self._real(columns, order.flip(0))}
+        order = columns["entropy"].argsort(descending=True)
+        wrong = (columns["prediction"] != columns["target"]).nonzero()[:, 0]
+        wrong = wrong[columns["confidence"][wrong].argsort(descending=True)]
+        chosen = {"least": order[:_EXAMPLES], "most": order.flip(0)[:_EXAMPLES], "wrong": wrong[:_EXAMPLES]}
+        return {name: self._classes(run, columns, rows) for name, rows in chosen.items() if len(rows)}
+
+    def _classes(self, run: Run, columns: dict[str, Tensor], rows: Tensor) -> list[dict[str, Any]]:
+        raw = self.test.inputs[rows]
+        # The same noise as in the evaluation: it is keyed by the example's place in the test data.
+        probabilities = [
+            predict(
+                run.model, self.data.scaling(raw[i : i + 1]), samples=samples_for(run.model, self.config.draws),
+                noise="shared", seed=EVALUATION_SEED, first_example=int(row),
+            ).mean[0]
+            for i, row in enumerate(rows)
+        ]  # fmt: skip
+        names = self.data.classes
+        return [
+            {
+                "index": int(row),
+                "target": names[int(columns["target"][row])],
+                "prediction": names[int(columns["prediction"][row])],
+                **{k: float(columns[k][row]) for k in ("confidence", "entropy", "mutual_information")},
+                "probabilities": probabilities[i].tolist(),
+                **self._picture(raw[i]),
+            }
+            for i, row in enumerate(rows)
+        ]
+
+    def _real(self, columns: dict[str, Tensor], order: Tensor) -> list[dict[str, Any]]:
+        keys = ("target", "prediction", "lower", "upper")
+        return [
+            {"index": int(row), **{key: float(columns[key][row, 0]) for key in keys},
+             **self._picture(self.test.inputs[row])}
+            for row in order[:_EXAMPLES]
+        ]  # fmt: skip
+
+    def _picture(self, raw: Tensor) -> dict[str, Any]:
+        if self.data.kind == "image":
+            return {"pixels": raw.tolist(), "features": None}
+        named = zip(self.data.features, raw.tolist(), strict=True)
+        return {"pixels": None, "features": dict(named)}
+
+
+def _histogram(values: Tensor, top: float) -> list[int]:
+    counts = torch.histc(values.float().clamp(0.0, top), bins=_BINS, min=0.0, max=top)
+    return [int(count) for count in counts]
+
+
+def _read_cell(path: Path | None, key: str) -> dict[str, Any] | None:
+    """A kept measurement of the same configuration, or None."""
+    if path is None or not path.exists():
+        return None
+    try:
+        cell: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return cell if cell["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _slug(label: str) -> str:
+    digest = hashlib.sha256(label.encode()).hexdigest()[:6]
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-")[:40]
+    return readable if readable == label else f"{readable}-{digest}"
+
+
+def _brief(run: dict[str, Any]) -> str:
+    clean = run["clean"]
+    shifted = [metrics["nll"] for rows in run["shifted"].values() for metrics in rows.values()]
+    tail = f", shifted {sum(shifted) / len(shifted):.3f}" if shifted else ""
+    return f"NLL {clean['nll']:.3f}{tail}, trained in {run['train_seconds']:.1f} s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
+def evaluate_run(
+    run: Run, folder: Path, *, data: str | None = None, data_options: dict[str, Any] | None = None,
+    data_root: str | None = None, shifts: tuple[str, ...] | None = None, max_test: int | None = None,
+    draws: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure one trained run as ``compare`` does, on its own test data or on others of the same layout."""
+    start = time.monotonic()
+    one = run.config
+    chosen = load_data(
+        data or one.data, root=data_root, **(data_options or (one.data_options if data is None else {}))
+    )
+    found = Facts.of(chosen)
+    for name in ("task", "shape", "classes", "features"):
+        mine, theirs = getattr(run.facts, name), getattr(found, name)
+        if mine != theirs:
+            raise DataError(f"the model was trained on {name} {mine}, the data {chosen.name!r} have {theirs}")
+    # The model's own scaling: the same numbers must mean the same to it in every data set.
+    chosen = dataclasses.replace(chosen, scaling=run.facts.scaling, target_scaling=run.facts.target_scaling)
+    label = type(parse_method(one.method)).__name__
+    config = CompareConfig(
+        data or one.data, data_options or one.data_options, one.network, (Contender(label, one.method),),
+        (one.training.seed,), draws or one.draws, shifts, max_test=max_test, training=one.training,
+    )  # fmt: skip
+    bench = Bench(config, chosen, data_root)
+    history, seconds = _training_of(folder)
+    figures = bench.figures(run, history, seconds, one.training.seed)
+    methods = [{**bench.entry(config.contenders[0], run), "runs": [figures]}]
+    return bench.results(f"{chosen.name}: {label}", methods, time.monotonic() - start)
+
+
+def _training_of(folder: Path) -> tuple[list[dict[str, float]], float | None]:
+    """The history and the training time that a run left in its folder, if it did."""
+    try:
+        with open(folder / "history.csv", newline="") as file:
+            rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+        return rows, json.loads((folder / "run.json").read_text())["seconds"]
+    except (OSError, ValueError, KeyError):
+        return [], None

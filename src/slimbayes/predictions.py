@@ -1,0 +1,110 @@
+"""Predictions of a trained run on new data, as a table: probabilities, entropies, intervals, row by row."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimbayes.data import DataError
+from slimbayes.files import write_whole
+from slimbayes.predict import predict
+from slimbayes.predictive import Predictive
+from slimbayes.runs import Run
+
+SUFFIXES = (".csv", ".json", ".npz")
+Table = dict[str, list[object]]
+
+
+def predict_table(
+    run: Run,
+    inputs: Tensor,
+    level: float = 0.9,
+    seed: int = 0,
+    chunk: int = 16384,
+    names: list[str] | None = None,
+) -> Table:
+    """One row per input: what the model says and how sure it is.
+
+    Classes: prediction, confidence and its central interval over the draws, entropy, expected_entropy,
+    mutual_information, and p(class) for each. Real targets, in original units: mean, std, aleatoric_std,
+    epistemic_std, and the central interval, for each output.
+    """
+    expected = tuple(run.facts.shape)
+    if tuple(inputs.shape[1:]) != expected:
+        raise DataError(
+            f"the inputs have shape {list(inputs.shape[1:])} each, the model was trained on {list(expected)}: "
+            f"give data of that shape"
+        )
+    if len(inputs) == 0:
+        raise DataError("there is nothing to predict: the input holds no rows")
+    if inputs.is_floating_point() and not torch.isfinite(inputs).all():
+        row = int((~torch.isfinite(inputs.flatten(1))).any(1).nonzero()[0])
+        raise DataError(f"row {row} of the inputs holds NaN or infinity: drop or fill it first")
+    if not 0 < level < 1:
+        raise ValueError(f"level={level!r} must lie between 0 and 1, as in 0.9")
+    found = predict(
+        run.model,
+        run.facts.scaling(inputs),
+        samples=run.samples,
+        seed=seed,
+        likelihood=run.likelihood,
+        chunk=chunk,
+    )
+    table: Table = {"row": list(names) if names is not None else list(range(len(inputs)))}
+    return table | (_classes(run, found, level) if run.facts.classes else _real(run, found, level))
+
+
+def _classes(run: Run, found: Predictive, level: float) -> Table:
+    confidence, best = found.mean.max(1)
+    lower, upper = (end.gather(1, best[:, None])[:, 0] for end in found.interval(level))
+    columns: Table = {"prediction": [run.facts.classes[int(i)] for i in best]}
+    for name, values in (
+        ("confidence", confidence), ("lower", lower), ("upper", upper), ("entropy", found.entropy),
+        ("expected_entropy", found.expected_entropy), ("mutual_information", found.mutual_information),
+    ):  # fmt: skip
+        columns[name] = values.tolist()
+    for i, name in enumerate(run.facts.classes):
+        columns[f"p({name})"] = found.mean[:, i].tolist()
+    return columns
+
+
+def _real(run: Run, found: Predictive, level: float) -> Table:
+    scaling = run.facts.target_scaling
+    assert scaling is not None
+    scale = torch.tensor(scaling.std) / scaling.unit
+    lower, upper = found.interval(level)
+    columns: Table = {}
+    for i, name in enumerate(run.facts.outputs):
+        tail = "" if len(run.facts.outputs) == 1 else f"({name})"
+        for column, values in (("mean", found.mean), ("lower", lower), ("upper", upper)):
+            columns[column + tail] = scaling.undo(values.cpu())[:, i].tolist()
+        for column, values in (
+            ("std", found.variance), ("aleatoric_std", found.aleatoric), ("epistemic_std", found.epistemic)
+        ):  # fmt: skip
+            columns[column + tail] = (values.cpu().sqrt() * scale)[:, i].tolist()
+    return columns
+
+
+def write_table(table: Table, path: Path) -> None:
+    """Write a table as .csv, .json (a list of rows) or .npz (one array per column), whole or not at all."""
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"cannot write {str(path)!r}: give a name that ends in one of {', '.join(SUFFIXES)}")
+    rows = zip(*table.values(), strict=True)
+    if path.suffix == ".npz":
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **{name: np.asarray(values) for name, values in table.items()})  # type: ignore[arg-type]
+        write_whole(path, buffer.getvalue())
+    elif path.suffix == ".json":
+        write_whole(path, json.dumps([dict(zip(table, row, strict=True)) for row in rows], indent=1))
+    else:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(table)
+        writer.writerows([f"{v:.6g}" if isinstance(v, float) else v for v in row] for row in rows)
+        write_whole(path, text.getvalue())

@@ -1,0 +1,83 @@
+"""Where a result comes from: command, commit, versions, hardware."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("slimbayes", "torch", "numpy", "safetensors", "lightning", "torchmetrics", "scikit-learn")
+
+
+def now() -> str:
+    """The time, UTC, to the second, as ISO 8601 writes it."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def versions() -> dict[str, str]:
+    """Python's and the installed packages' versions.
+
+    >>> "torch" in versions()
+    True
+    """
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> str:
+    """The processor, its cores and threads in use, and the GPUs."""
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use"
+    parts = [f"{platform.system()} {platform.machine()}, {cores}"]
+    if torch.cuda.is_available():
+        parts += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return "; ".join(parts)
+
+
+def commit() -> str | None:
+    """The commit of the checkout that slimbayes runs from, with "+" if it was changed; None if installed."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()
+
+
+def command() -> str:
+    """The command line, with the program's name instead of its path.
+
+    >>> isinstance(command(), str)
+    True
+    """
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    return shlex.join([program, *sys.argv[1:]])
+
+
+def provenance(**more: Any) -> dict[str, Any]:
+    """Everything above, and what the caller adds."""
+    return {
+        "created": now(), "command": command(), "commit": commit(), "versions": versions(), "hardware": hardware(),
+        **more,
+    }  # fmt: skip

@@ -1,0 +1,192 @@
+"""A trained model in a folder: configuration, weights, and the facts that reading new data needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slimbayes.checkpoint import CheckpointError, load, save
+from slimbayes.config import RunConfig, from_dict, write_config
+from slimbayes.convert import bayesianize
+from slimbayes.data import Dataset, Scaling
+from slimbayes.data import load as load_data
+from slimbayes.files import write_whole
+from slimbayes.likelihoods import Categorical, Gaussian, Likelihood
+from slimbayes.methods import BatchEnsemble, DeepEnsemble, Deterministic, Rank1
+from slimbayes.provenance import provenance
+from slimbayes.record import find_record
+from slimbayes.specs import network_builder, parse_method
+from slimbayes.summary import summary
+from slimbayes.training import FitResult, fit, mixed_seed
+
+FORMAT = "slimbayes-run"
+MODEL, FACTS, CONFIG = "model.safetensors", "run.json", "config.yaml"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a model must know of its data to read new ones, and to name what it says."""
+
+    name: str
+    task: str
+    kind: str
+    shape: tuple[int, ...]
+    scaling: Scaling
+    target_scaling: Scaling | None
+    classes: tuple[str, ...]
+    features: tuple[str, ...]
+    outputs: tuple[str, ...]
+    num_train: int
+    source: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, data: Dataset) -> Facts:
+        """The facts of a data set."""
+        return cls(
+            data.name, data.task, data.kind, data.shape, data.scaling, data.target_scaling, data.classes,
+            data.features, data.outputs, len(data.train), data.source, data.fingerprint(),
+        )  # fmt: skip
+
+    @property
+    def num_outputs(self) -> int:
+        """One per class, or one per target."""
+        return len(self.classes) or len(self.outputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Facts:
+        """Back from plain values."""
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        for name in ("scaling", "target_scaling"):
+            if values[name] is not None:
+                entry = values[name]
+                values[name] = Scaling(tuple(entry["mean"]), tuple(entry["std"]), entry["unit"])
+        return cls(**values)
+
+
+@dataclass
+class Run:
+    """A model with its configuration, facts and likelihood."""
+
+    model: nn.Module
+    config: RunConfig
+    facts: Facts
+    likelihood: Likelihood
+
+    @property
+    def samples(self) -> int:
+        """Samples per component that give the configuration's number of draws."""
+        return samples_for(self.model, self.config.draws)
+
+
+def samples_for(model: nn.Module, draws: int) -> int:
+    """Samples per component for about so many draws; 1 where further samples would be copies.
+
+    >>> samples_for(bayesianize(nn.Linear(2, 2), Rank1(components=4)), draws=32)
+    8
+    """
+    record = find_record(model)
+    if all(
+        isinstance(m, (Deterministic, BatchEnsemble, DeepEnsemble))
+        or (isinstance(m, Rank1) and m.posterior == "delta")
+        for m in record.methods
+    ):
+        return 1
+    return max(1, draws // record.components)
+
+
+def make_likelihood(task: str) -> Likelihood:
+    """Classes: Categorical. Real targets: Gaussian with one learned precision, in scaled units."""
+    return Categorical() if task == "classification" else Gaussian(precision=1.0, learn="global")
+
+
+def make_model(
+    config: RunConfig, shape: tuple[int, ...], outputs: int, seed: int, code: bool = True
+) -> nn.Module:
+    """A new converted network; the same for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mixed_seed(seed, 5))
+        network = network_builder(config.network, allow_code=code)(shape, outputs)
+        return bayesianize(network, parse_method(config.method))
+
+
+def train_run(
+    config: RunConfig, folder: Path, data_root: str | None = None, resume: bool = False, progress: bool = True,
+    fabric: Any = None, data: Dataset | None = None,
+) -> tuple[Run, FitResult]:  # fmt: skip
+    """Train as the configuration says and leave everything that ``load_run`` needs in the folder."""
+    data = data or load_data(config.data, root=data_root, **config.data_options)
+    model = make_model(config, data.shape, data.num_outputs, config.training.seed)
+    likelihood = make_likelihood(data.task)
+    first = fabric is None or fabric.is_global_zero
+    facts = Facts.of(data)
+    if first:
+        if not resume:  # what an earlier run left there must not pass for this one's
+            for name in (MODEL, FACTS):
+                (folder / name).unlink(missing_ok=True)
+        write_config(config, folder / CONFIG)
+    result = fit(
+        model, data, config.training, validation=config.validation, likelihood=likelihood, folder=folder,
+        resume=resume, progress=progress, fabric=fabric,
+    )  # fmt: skip
+    run = Run(model, config, facts, likelihood)
+    if first:
+        save(model, folder / MODEL)
+        counted = summary(model)
+        content = {
+            "format": FORMAT, "version": 1, "config": config.to_dict(), "facts": facts.to_dict(),
+            "precision": _precision(likelihood), "parameters": counted.parameters,
+            "base_parameters": counted.base_parameters, "steps": result.step, "seconds": result.seconds,
+            "stopped_early": result.stopped_early, "best": result.best, "provenance": provenance(),
+        }  # fmt: skip
+        write_whole(folder / FACTS, json.dumps(content, indent=1))
+    return run, result
+
+
+def _precision(likelihood: Likelihood) -> float | None:
+    if not isinstance(likelihood, Gaussian):
+        return None
+    return float(likelihood.log_precision.detach().exp())
+
+
+def load_run(folder: str | Path, network: str | None = None) -> Run:
+    """A trained model from its folder. No code runs but slimbayes' own, unless ``network`` names some."""
+    folder = Path(folder)
+    try:
+        content = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or content["version"] != 1:
+            raise CheckpointError(f"{str(folder / FACTS)!r} is of another format: update slimbayes")
+        config = from_dict(RunConfig, content["config"])
+        facts = Facts.from_dict(content["facts"])
+        precision = content["precision"]
+    except FileNotFoundError:
+        unfinished = (folder / CONFIG).exists()
+        why = (
+            "its training has not finished: slimbayes train --resume"
+            if unfinished
+            else "train one: slimbayes train"
+        )
+        raise CheckpointError(f"no trained model in {str(folder)!r} ({FACTS} is missing); {why}") from None
+    except CheckpointError:
+        raise
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{str(folder / FACTS)!r} is damaged ({error!r}): train again") from error
+    if network is not None:
+        config = dataclasses.replace(config, network=network)
+    with torch.random.fork_rng(devices=[]):
+        builder = network_builder(config.network, allow_code=network is not None)
+        model = load(builder(facts.shape, facts.num_outputs), folder / MODEL)
+    likelihood = (
+        Categorical() if facts.task == "classification" else Gaussian(precision=precision, learn="fixed")
+    )
+    return Run(model.eval(), config, facts, likelihood)

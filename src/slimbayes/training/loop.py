@@ -1,0 +1,418 @@
+"""``fit``: the one training loop, on Lightning Fabric, from Python and from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.checkpoint import CheckpointError
+from slimbayes.data import Dataset
+from slimbayes.draws import draw
+from slimbayes.evaluate import evaluate
+from slimbayes.likelihoods import Categorical, Gaussian, Likelihood
+from slimbayes.objective import elbo
+from slimbayes.record import find_record, unwrap
+from slimbayes.training.monitor import History, Progress, Row, tensorboard
+from slimbayes.training.settings import Training
+from slimbayes.training.sources import Batch, Source, hold_out, make_source, mixed_seed
+from slimbayes.training.state import (
+    optimizer_tensors,
+    read_state,
+    remove_partial,
+    restore_optimizer,
+    write_state,
+)
+
+STATE = "training.safetensors"
+Callback = Callable[[int, Row], None]
+
+
+class TrainingError(RuntimeError):
+    """Training that cannot go on, with the step and the remedy."""
+
+
+@dataclass
+class FitResult:
+    """What ``sb.fit`` leaves: rows of history, where the run stopped, and the best validation."""
+
+    history: list[Row]
+    step: int
+    epoch: int
+    seconds: float
+    stopped_early: bool = False
+    best: Row = field(default_factory=dict)
+
+
+class Objective(nn.Module):
+    """One forward pass of the loss: draws, their nll and the KL, apart from its weight.
+
+    As one module, so that Fabric's precision, DistributedDataParallel and torch.compile see the whole step.
+    """
+
+    def __init__(self, model: nn.Module, likelihood: Likelihood, num_data: int, settings: Training) -> None:
+        super().__init__()
+        self.model = model
+        self.likelihood = likelihood
+        self.num_data = num_data
+        self.samples, self.noise, self.reduction = settings.samples, settings.noise, settings.reduction
+
+    def forward(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(nll with the gradients of learned mixing, nll, KL)."""
+        options: dict[str, Any] = {"samples": self.samples, "noise": self.noise}
+        if isinstance(inputs, dict):
+            draws = draw(self.model, **inputs, **options)
+        elif isinstance(inputs, (tuple, list)):
+            draws = draw(self.model, *inputs, **options)
+        else:
+            draws = draw(self.model, inputs, **options)
+        draws = getattr(draws, "logits", draws)
+        result = elbo(
+            draws, targets, self.model, self.num_data, self.likelihood, self.reduction, kl_weight=0.0
+        )
+        return result.loss, result.nll, result.kl
+
+
+def make_fabric(settings: Training) -> Any:
+    """Lightning Fabric as the settings ask: accelerator, devices, precision; DDP for several processes."""
+    try:
+        from lightning.fabric import Fabric
+    except ImportError as error:
+        raise ImportError(
+            "training runs on Lightning Fabric, which is not installed: pip install 'slimbayes[train]'"
+        ) from error
+
+    several = settings.devices * settings.num_nodes > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return Fabric(
+        accelerator=settings.accelerator,
+        devices=settings.devices,
+        num_nodes=settings.num_nodes,
+        precision=settings.precision,
+        strategy="ddp" if several else "auto",
+    )
+
+
+def fit(
+    model: nn.Module,
+    data: Any,
+    settings: Training | None = None,
+    *,
+    validation: Any = None,
+    likelihood: Likelihood | None = None,
+    num_data: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    label: str = "training",
+    callback: Callback | None = None,
+    fabric: Any = None,
+    **overrides: Any,
+) -> FitResult:
+    """Train a converted model in place on nll + kl_weight · KL / num_data.
+
+    ``data``: a pair of tensors (inputs, targets), a slimbayes ``Dataset`` or ``Split``, a DataLoader, or a list
+    of (inputs, targets) batches with ``num_data``. ``validation``: the same, or a fraction to hold out; with
+    ``early_stopping`` the weights of the best validation NLL are put back at the end. ``settings`` is a
+    ``Training``; single ones may be given by name: ``sb.fit(model, data, epochs=10, lr=0.01)``. With a ``folder``
+    the run writes its state and history there and ``resume=True`` goes on where it stopped, to the same weights.
+    ``callback(step, row)`` is called with every row of history.
+
+    >>> import slimbayes as sb
+    >>> _ = torch.manual_seed(0)
+    >>> x = torch.randn(64, 2); y = (x[:, 0] > 0).long()
+    >>> model = sb.bayesianize(nn.Linear(2, 2), sb.Rank1(components=2))
+    >>> result = sb.fit(model, (x, y), epochs=20, lr=0.05, batch_size=32, progress=False)
+    >>> result.step, result.history[-1]["nll"] < result.history[0]["nll"]
+    (40, True)
+    """
+    settings = dataclasses.replace(settings or Training(), **_known(overrides))
+    find_record(model)
+    if fabric is None:
+        fabric = make_fabric(settings)
+        fabric.launch()
+    if isinstance(validation, (float, int)) and not isinstance(validation, bool):
+        data, validation = hold_out(data, float(validation), settings.seed)
+    if settings.early_stopping is not None and validation is None:
+        raise ValueError("early_stopping needs validation data: pass validation=0.1 or a data set")
+    if resume and folder is None:
+        raise ValueError("resume=True needs the folder in which the run wrote its state")
+    likelihood = likelihood or (Gaussian() if _is_regression(data) else Categorical())
+    run = _Run(model, data, settings, validation, likelihood, num_data, folder, fabric, callback)
+    with _private_randomness(fabric.device):
+        return run.train(resume, progress and fabric.is_global_zero, label)
+
+
+def _known(overrides: dict[str, Any]) -> dict[str, Any]:
+    Training.from_dict(overrides)  # names an unknown setting
+    return overrides
+
+
+def _is_regression(data: Any) -> bool:
+    return isinstance(data, Dataset) and data.task == "regression"
+
+
+@contextmanager
+def _private_randomness(device: torch.device) -> Iterator[None]:
+    """The loop seeds torch's generators at every step; the caller's states come back afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+class _Run:
+    """The state of one call of ``fit``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        settings: Training,
+        validation: Any,
+        likelihood: Likelihood,
+        num_data: int | None,
+        folder: str | os.PathLike[str] | None,
+        fabric: Any,
+        callback: Callback | None,
+    ) -> None:
+        self.settings, self.fabric, self.callback = settings, fabric, callback
+        self.model, self.likelihood = unwrap(model), likelihood
+        self.folder = Path(folder) if folder is not None else None
+        self.source: Source = make_source(data, settings, num_data, fabric)
+        self.validation = (
+            None if validation is None else make_source(validation, settings, 1, fabric, train=False)
+        )
+        self.target_scaling = data.target_scaling if isinstance(data, Dataset) else None
+        self.per_epoch = len(self.source)
+        if self.per_epoch == 0:
+            raise ValueError("the training data hold no full batch: lower batch_size")
+        planned = settings.epochs * self.per_epoch
+        self.steps = planned if settings.steps is None else settings.steps
+        if settings.channels_last and any(isinstance(m, nn.Conv2d) for m in self.model.modules()):
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.optimizer = settings.make_optimizer(self.model, likelihood.parameters())
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        objective: nn.Module = Objective(self.model, likelihood, self.source.num_data, settings)
+        if settings.compile:
+            objective = torch.compile(objective)  # type: ignore[assignment]
+        self.objective, self.stepper = fabric.setup(objective, self.optimizer)
+        self.step = 0
+        self.sums = torch.zeros(3, dtype=torch.float64)  # of loss, nll and KL over the running epoch
+        self.best: Row = {}
+        self.best_tensors: dict[str, Tensor] = {}
+        self.waited = 0
+        self.done = False
+        self.clock = time.monotonic()
+
+    def train(self, resume: bool, progress: bool, label: str) -> FitResult:
+        rows = self._restore() if resume else []
+        writes = self.folder is not None and self.fabric.is_global_zero
+        if writes and self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_partial(self.folder)
+            if not resume:
+                (self.folder / STATE).unlink(missing_ok=True)
+        self.history = History(
+            self.folder / "history.csv" if writes and self.folder is not None else None, rows
+        )
+        self.logger = tensorboard(self.folder) if writes else None
+        start = time.monotonic()
+        bar = Progress(self.steps, self.step, label)
+        self.model.train()
+        with bar.live() if progress else nullcontext():
+            while self.step < self.steps and not self.done:
+                self._epoch(bar if progress else None)
+        if self.best_tensors:
+            self.model.load_state_dict(self.best_tensors)
+        self.model.eval()
+        if self.logger is not None:
+            self.logger.finalize("success")
+        seconds = time.monotonic() - start
+        epoch = math.ceil(self.step / self.per_epoch)
+        return FitResult(self.history.rows, self.step, epoch, seconds, self.done, self.best)
+
+    def _epoch(self, bar: Progress | None) -> None:
+        epoch, begin = divmod(self.step, self.per_epoch)
+        pending: list[Tensor] = []  # (loss, nll, KL) of steps not yet read from the device
+        clock = time.monotonic()
+        for seen, batch in enumerate(self.source.epoch(epoch, begin), 1):
+            pending.append(self._train_step(batch))
+            self.step += 1
+            ended = self.step == self.steps or self.step % self.per_epoch == 0
+            logs = self.step % self.settings.log_every == 0
+            due = self._checkpoint_due(ended)
+            # Reading a loss waits for the device: every step on a CPU, now and then on a GPU.
+            if logs or ended or due or self.fabric.device.type == "cpu":
+                last = self._collect(pending)
+                pending = []
+                rate = seen * self._global_batch(batch) / max(time.monotonic() - clock, 1e-9)
+                if bar is not None:
+                    bar.show(self.step, _short(last, self.source.num_data), rate)
+                if ended or logs:
+                    self._log(last, epoch, rate, ended)
+            if ended:
+                self.sums.zero_()
+            if due:
+                self._save()
+            if ended or self.done:
+                return
+
+    def _train_step(self, batch: Batch) -> Tensor:
+        settings, fabric = self.settings, self.fabric
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * settings.multiplier(self.step, self.steps, self.per_epoch)
+        # Noise is a function of (seed, step, rank): a resumed run draws what an undisturbed one would have.
+        torch.manual_seed(mixed_seed(settings.seed, 1, self.step, fabric.global_rank))
+        inputs, targets = fabric.to_device(batch)
+        self.stepper.zero_grad()
+        likelihood, nll, divergence = self.objective(inputs, targets)
+        loss = likelihood + settings.kl_factor(self.step, self.steps) * divergence / self.source.num_data
+        fabric.backward(loss)
+        if settings.clip_norm is not None:
+            fabric.clip_gradients(self.objective, self.stepper, max_norm=settings.clip_norm)
+        self.stepper.step()
+        return torch.stack([loss.detach().float(), nll.detach().float(), divergence.detach().float()])
+
+    def _collect(self, pending: list[Tensor]) -> Tensor:
+        """Add the steps' figures to the epoch's sums, averaged over the processes; returns the last step's."""
+        figures = torch.stack(pending).double()  # [steps, 3]
+        if self.fabric.world_size > 1:
+            figures = self.fabric.all_reduce(figures, reduce_op="mean")
+        figures = figures.cpu()
+        bad = (~torch.isfinite(figures).all(1)).nonzero()
+        if len(bad):
+            at = self.step - len(figures) + int(bad[0]) + 1
+            loss, nll, divergence = figures[int(bad[0])].tolist()
+            kept = f"the last state in {str(self.folder)!r} is whole" if self.folder else "nothing was saved"
+            raise TrainingError(
+                f"the loss is not finite at step {at} (loss {loss}, nll {nll}, KL {divergence}): lower lr="
+                f"{self.settings.lr:g}, set clip_norm, or look for extreme inputs; {kept}"
+            )
+        self.sums += figures.sum(0)
+        return figures[-1]
+
+    def _global_batch(self, batch: Batch) -> int:
+        return len(batch[1]) * int(self.fabric.world_size)
+
+    def _log(self, last: Tensor, epoch: int, rate: float, ended: bool) -> None:
+        in_epoch = self.step - epoch * self.per_epoch
+        loss, nll, divergence = ((self.sums / in_epoch) if ended else last).tolist()
+        step = self.step - 1
+        row: Row = {
+            "step": self.step,
+            "epoch": round(self.step / self.per_epoch, 4),
+            "loss": loss,
+            "nll": nll,
+            "kl": divergence,
+            "lr": self.settings.lr * self.settings.multiplier(step, self.steps, self.per_epoch),
+            "kl_weight": self.settings.kl_factor(step, self.steps),
+            "examples_per_second": rate,
+        }
+        last_step = self.step == self.steps
+        if (
+            self.validation is not None
+            and ended
+            and (last_step or (epoch + 1) % self.settings.validate_every == 0)
+        ):
+            row.update(self._validate())
+        self.history.add(row)
+        if self.logger is not None:
+            named = {f"train/{k}": v for k, v in row.items() if k != "step"}
+            self.logger.log_metrics(named, step=self.step)
+        if self.callback is not None and self.fabric.is_global_zero:
+            self.callback(self.step, row)
+
+    def _validate(self) -> Row:
+        """Figures on the validation data, from the first process; decides on early stopping for all."""
+        row: Row = {}
+        if self.fabric.is_global_zero and self.validation is not None:
+            figures = evaluate(
+                self.model, self.validation.epoch(0), samples=self.settings.validation_samples,
+                seed=mixed_seed(self.settings.seed, 4), likelihood=self.likelihood,
+                target_scaling=self.target_scaling,
+            )  # fmt: skip
+            wanted = ("nll", "accuracy", "ece", "rmse")
+            row = {f"validation_{name}": figures[name] for name in wanted if name in figures}
+        if self.fabric.world_size > 1:
+            row = self.fabric.broadcast(row)
+        if not self.best or row["validation_nll"] < self.best["validation_nll"]:
+            self.best, self.waited = {"step": self.step, **row}, 0
+            if self.settings.early_stopping is not None:
+                self.best_tensors = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+        else:
+            self.waited += 1
+        patience = self.settings.early_stopping
+        self.done = patience is not None and self.waited >= patience
+        return row
+
+    def _checkpoint_due(self, ended: bool) -> bool:
+        every = self.settings.checkpoint_every
+        return self.folder is not None and (ended or (every is not None and self.step % every == 0))
+
+    def _save(self) -> None:
+        if self.folder is None or not self.fabric.is_global_zero:
+            return
+        tensors, scalars = optimizer_tensors(self.optimizer)
+        tensors |= {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        tensors |= {f"likelihood.{k}": v for k, v in self.likelihood.state_dict().items()}
+        tensors |= {f"best.{k}": v for k, v in self.best_tensors.items()}
+        tensors["sums"] = self.sums
+        tensors["mixing_baseline"] = find_record(self.model).baseline
+        facts = {
+            "step": self.step, "settings": self._fixed(), "num_data": self.source.num_data,
+            "per_epoch": self.per_epoch, "optimizer": scalars, "best": self.best, "waited": self.waited,
+            "done": self.done, "history": self.history.rows,
+        }  # fmt: skip
+        write_state(self.folder / STATE, tensors, facts)
+
+    def _fixed(self) -> dict[str, Any]:
+        """The settings that a resumed run must share."""
+        free = ("devices", "num_nodes", "accelerator", "log_every", "checkpoint_every", "compile")
+        return {name: value for name, value in self.settings.to_dict().items() if name not in free}
+
+    def _restore(self) -> list[Row]:
+        """Go on from the folder's state, if there is one."""
+        assert self.folder is not None
+        path = self.folder / STATE
+        if not path.exists():
+            return []
+        tensors, facts = read_state(path)
+        now = {"settings": self._fixed(), "num_data": self.source.num_data, "per_epoch": self.per_epoch}
+        for key, value in now.items():
+            if facts[key] != value:
+                raise CheckpointError(
+                    f"cannot resume from {str(path)!r}: {_difference(facts[key], value, key)}"
+                )
+        self.model.load_state_dict(_part(tensors, "model."))
+        self.likelihood.load_state_dict(_part(tensors, "likelihood."))
+        restore_optimizer(self.optimizer, tensors, facts["optimizer"])
+        self.best_tensors = {k: v.to(self.fabric.device) for k, v in _part(tensors, "best.").items()}
+        self.sums = tensors["sums"]
+        find_record(self.model).baseline = tensors["mixing_baseline"].to(self.fabric.device)
+        self.step, self.best, self.waited, self.done = (facts[k] for k in ("step", "best", "waited", "done"))
+        rows: list[Row] = facts["history"]
+        return rows
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _difference(saved: Any, now: Any, what: str) -> str:
+    if not isinstance(saved, dict):
+        return f"it was trained with {what}={saved}, now it is {now}"
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    parts = ", ".join(f"{n}={saved.get(n)!r} (now {now.get(n)!r})" for n in names)
+    return f"it was trained with {parts}; use the same settings, or another folder for a new run"
+
+
+def _short(figures: Tensor, num_data: int) -> str:
+    loss, nll, divergence = figures.tolist()
+    return f"loss {loss:.4f}  nll {nll:.4f}  kl/data {divergence / num_data:.4f}"

@@ -1,0 +1,163 @@
+"""Everything that shapes a training run, as one frozen dataclass that a YAML file can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slimbayes.objective import REDUCTIONS, parameter_groups
+
+OPTIMIZERS = ("adam", "adamw", "sgd")
+SCHEDULES = ("constant", "cosine", "steps")
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+
+
+@dataclass(frozen=True)
+class Training:
+    """Settings of ``sb.fit``. Times are in epochs, or in fractions of the whole run where said.
+
+    lr(t) = lr · warmup(t) · schedule(t); loss(t) = nll + kl_weight · β(t) · KL / num_data, with
+    β(t) = min(1, (t + 1) / (kl_annealing · steps)). Schedules in fractions of the run keep their proportions
+    when a run is shortened, as the rank-1 paper scales its own.
+
+    >>> Training(epochs=2, lr=0.1, schedule="cosine").multiplier(step=5, steps=10, per_epoch=5)
+    0.5
+    """
+
+    epochs: int = 30
+    steps: int | None = None  # stop after so many steps, whatever the epochs
+    batch_size: int = 128  # over all processes
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    momentum: float = 0.9  # of SGD, with Nesterov's step
+    weight_decay: float = 0.0  # AdamW only: decoupled
+    l2: float = 0.0  # SGD and Adam: l2 · Σw² in the loss, as the papers write it (torch's weight_decay / 2)
+    factor_lr_multiplier: float = 1.0  # of rank-1 factors
+    schedule: str = "cosine"
+    milestones: tuple[float, ...] = (
+        0.4,
+        0.8,
+        0.9,
+    )  # "steps": fractions of the run (100, 200, 225 of 250 epochs)
+    decay: float = 0.2  # "steps": the factor at each milestone
+    warmup: float = 0.0  # epochs of linear warm-up from 0
+    kl_weight: float = 1.0
+    kl_annealing: float = 0.8  # fraction of the run over which the KL's weight grows linearly; 0: none
+    samples: int = 1  # per component and step
+    noise: str = "example"
+    reduction: str = "average"
+    clip_norm: float | None = None
+    precision: str = "32-true"
+    compile: bool = False
+    channels_last: bool = True  # networks with 2-d convolutions
+    augment: bool = True  # crops and flips, where the data set allows them
+    early_stopping: int | None = None  # validations without a better NLL before the run stops
+    validate_every: int = 1  # epochs
+    validation_samples: int = 1
+    checkpoint_every: int | None = None  # steps; None: at the end of every epoch
+    log_every: int = 50  # steps
+    seed: int = 0
+    accelerator: str = "auto"
+    devices: int = 1
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("milestones",):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, choices in (
+            ("optimizer", OPTIMIZERS),
+            ("schedule", SCHEDULES),
+            ("precision", PRECISIONS),
+            ("reduction", REDUCTIONS),
+            ("noise", ("example", "shared", "mean")),
+        ):
+            if getattr(self, name) not in choices:
+                known = ", ".join(map(repr, choices))
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {known}")
+        self._check_numbers()
+        if self.weight_decay and self.optimizer != "adamw":
+            raise ValueError(
+                f"weight_decay={self.weight_decay} goes with optimizer='adamw'; for {self.optimizer!r} give l2, "
+                f"the papers' coefficient of Σw² (l2={self.weight_decay / 2:g} is the same decay)"
+            )
+        if self.l2 and self.optimizer == "adamw":
+            raise ValueError(f"l2={self.l2} goes with 'sgd' and 'adam'; for 'adamw' give weight_decay")
+
+    def _check_numbers(self) -> None:
+        whole = ("epochs", "batch_size", "samples", "validate_every", "validation_samples", "log_every")
+        for name in (*whole, "devices", "num_nodes", "steps", "checkpoint_every", "early_stopping"):
+            value = getattr(self, name)
+            optional = name in ("steps", "checkpoint_every", "early_stopping")
+            if not (optional and value is None) and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        numbers = ("momentum", "weight_decay", "l2", "factor_lr_multiplier", "decay", "warmup", "kl_weight")
+        for name in ("lr", *numbers, "kl_annealing", *(("clip_norm",) if self.clip_norm is not None else ())):
+            value = getattr(self, name)
+            good = isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+            if not good or (name in ("lr", "clip_norm") and value == 0):
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+        if self.kl_annealing > 1 or not all(0 <= m <= 1 for m in self.milestones):
+            raise ValueError(
+                f"kl_annealing={self.kl_annealing} and milestones={self.milestones} are fractions of the run, "
+                f"between 0 and 1: epoch 100 of 250 is 0.4"
+            )
+
+    def multiplier(self, step: int, steps: int, per_epoch: int) -> float:
+        """The learning rate at a step, as a fraction of ``lr``."""
+        progress = step / max(1, steps)
+        factor = 1.0
+        if self.schedule == "cosine":
+            factor = 0.5 * (1 + math.cos(math.pi * progress))
+        elif self.schedule == "steps":
+            factor = self.decay ** sum(progress >= milestone for milestone in self.milestones)
+        ramp = self.warmup * per_epoch
+        return factor * min(1.0, (step + 1) / ramp) if ramp > 0 else factor
+
+    def kl_factor(self, step: int, steps: int) -> float:
+        """The weight of the KL at a step: kl_weight · min(1, (step + 1) / (kl_annealing · steps)).
+
+        >>> [Training(kl_annealing=0.5).kl_factor(step, 8) for step in (0, 3, 7)]
+        [0.25, 1.0, 1.0]
+        """
+        ramp = self.kl_annealing * steps
+        return self.kl_weight * (min(1.0, (step + 1) / ramp) if ramp >= 1 else 1.0)
+
+    def make_optimizer(self, model: nn.Module, others: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
+        """The optimizer over ``sb.parameter_groups`` and, undecayed, other parameters (a learned precision)."""
+        decay = self.weight_decay if self.optimizer == "adamw" else 2 * self.l2
+        groups = parameter_groups(model, self.lr, decay, self.factor_lr_multiplier)
+        rest = list(others)
+        if rest:
+            groups.append({"name": "likelihood", "params": rest, "lr": self.lr, "weight_decay": 0.0})
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
+        kind = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
+        return kind(groups, lr=self.lr)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Training:
+        """Settings from a mapping, for example of a YAML file; an unknown name is an error.
+
+        >>> Training.from_dict({"epoch": 3})
+        Traceback (most recent call last):
+            ...
+        ValueError: unknown training setting 'epoch'; did you mean 'epochs'?
+        """
+        names = [item.name for item in dataclasses.fields(cls)]
+        for key in values:
+            if key not in names:
+                close = difflib.get_close_matches(key, names, 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+                raise ValueError(f"unknown training setting {key!r}; {hint}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values."""
+        return {**dataclasses.asdict(self), "milestones": list(self.milestones)}

@@ -209,6 +209,7 @@ class _Run:
         self.best_tensors: dict[str, Tensor] = {}
         self.waited = 0
         self.done = False
+        self.earlier = 0.0  # seconds that the run had taken when it was interrupted
         self.clock = time.monotonic()
 
     def train(self, resume: bool, progress: bool, label: str) -> FitResult:
@@ -223,7 +224,7 @@ class _Run:
             self.folder / "history.csv" if writes and self.folder is not None else None, rows
         )
         self.logger = tensorboard(self.folder) if writes else None
-        start = time.monotonic()
+        self.clock = time.monotonic()
         bar = Progress(self.steps, self.step, label)
         self.model.train()
         with bar.live() if progress else nullcontext():
@@ -234,9 +235,11 @@ class _Run:
         self.model.eval()
         if self.logger is not None:
             self.logger.finalize("success")
-        seconds = time.monotonic() - start
         epoch = math.ceil(self.step / self.per_epoch)
-        return FitResult(self.history.rows, self.step, epoch, seconds, self.done, self.best)
+        return FitResult(self.history.rows, self.step, epoch, self._seconds(), self.done, self.best)
+
+    def _seconds(self) -> float:
+        return self.earlier + time.monotonic() - self.clock
 
     def _epoch(self, bar: Progress | None) -> None:
         epoch, begin = divmod(self.step, self.per_epoch)
@@ -368,7 +371,7 @@ class _Run:
         facts = {
             "step": self.step, "settings": self._fixed(), "num_data": self.source.num_data,
             "per_epoch": self.per_epoch, "optimizer": scalars, "best": self.best, "waited": self.waited,
-            "done": self.done, "history": self.history.rows,
+            "done": self.done, "seconds": self._seconds(), "history": self.history.rows,
         }  # fmt: skip
         write_state(self.folder / STATE, tensors, facts)
 
@@ -397,6 +400,7 @@ class _Run:
         self.sums = tensors["sums"]
         find_record(self.model).baseline = tensors["mixing_baseline"].to(self.fabric.device)
         self.step, self.best, self.waited, self.done = (facts[k] for k in ("step", "best", "waited", "done"))
+        self.earlier = facts["seconds"]
         rows: list[Row] = facts["history"]
         return rows
 

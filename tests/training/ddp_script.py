@@ -1,0 +1,59 @@
+"""Train a small network several ways on one or two processes and write what each saw; run by test_training_ddp.py."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import slimbayes as sb
+from slimbayes.specs import parse_method
+from slimbayes.training import Training, make_fabric
+
+CASES = {
+    "rank1": ("Rank1(components=2)", "mean"),
+    "ktied": ("KTied(rank=1)", "mean"),
+    "noisy": ("Rank1(components=2)", "example"),
+    "silent": ("Rank1(components=2)", "mean"),
+}
+
+
+def train(name: str, devices: int, fabric, folder: Path) -> dict:
+    method, noise = CASES[name]
+    torch.manual_seed(0)
+    x = torch.randn(96, 4)
+    y = (x[:, 0] + 0.3 * x[:, 1] > 0).long()
+    if name in ("noisy", "silent"):
+        x = torch.ones(96, 4)  # every row alike: what differs between processes is noise
+    network = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 2))
+    model = sb.bayesianize(network, parse_method(method))
+    settings = Training(
+        epochs=4, batch_size=24, lr=0.05, noise=noise, devices=devices, accelerator="cpu", log_every=1
+    )
+    samples: list[list[float]] = []
+
+    def keep(module, inputs, output):
+        if torch.is_grad_enabled():  # neither validation nor the check of the rows
+            samples.append(output[0].tolist())
+
+    inner = model[0].register_forward_hook(keep)
+    result = sb.fit(model, (x, y), settings, fabric=fabric, progress=False, folder=folder, validation=(x, y))
+    inner.remove()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    kl = sb.kl(model).item()
+    return {"history": result.history, "weights": weights, "samples": samples[:16], "kl": kl}
+
+
+def main(devices: int, out: str) -> None:
+    torch.set_num_threads(1)
+    fabric = make_fabric(Training(devices=devices, accelerator="cpu"))
+    fabric.launch()
+    found = {"rank": fabric.global_rank, "world": fabric.world_size, "process": os.getpid()}
+    for name in CASES:
+        found[name] = train(name, devices, fabric, Path(out) / f"{name}-{devices}")
+    (Path(out) / f"{devices}-{fabric.global_rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -106,7 +106,7 @@ def draw_flat(
             "DataParallel cuts the rows of a draw across its components; use DistributedDataParallel"
         )
     record = find_record(model)
-    _check_options(samples, noise, seed)
+    check_options(samples, noise, seed)
     components, ids = _active_components(model, record, flat.leaves, seed)
     now = Draw(components, samples, flat.batch, noise, seed, first_sample, first_example, ids)
     check_rows = not record.rows_checked and not torch.compiler.is_compiling() and model is unwrap(model)
@@ -123,7 +123,8 @@ def draw_flat(
     return _unfold(output, components * samples, flat.batch)
 
 
-def _check_options(samples: int, noise: str, seed: int | None) -> None:
+def check_options(samples: int, noise: str, seed: int | None) -> None:
+    """Raise on options of a draw that mean nothing."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
     if noise not in NOISE_MODES:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.draws import FlatInputs, draw_flat, evaluating, flatten_inputs
+from slimbayes.draws import FlatInputs, check_options, draw_flat, evaluating, flatten_inputs
 from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.predictive import Moments, Predictive
 from slimbayes.record import find_record, unwrap
@@ -25,6 +25,7 @@ def predict(
     keep_draws: bool = True,
     shared_inputs: Sequence[str | int] = (),
     select: Callable[[Any], Tensor] | None = None,
+    first_example: int = 0,
     **named_inputs: Any,
 ) -> Predictive:
     """Predictive distribution p(y | x) ≈ (1/D) Σ_d p(y | f_d(x)) over D = components × samples draws.
@@ -33,7 +34,7 @@ def predict(
     examples) of one pass, at least one example of every component; the result is the same as in one pass with
     the same seed. ``keep_draws=False`` keeps running moments instead of all outputs, so that memory does not
     grow with the number of draws. ``select`` picks the tensor to score from a structured output (default: the
-    tensor itself, or ``.logits``).
+    tensor itself, or ``.logits``). ``first_example`` is the index of the first example, as in ``draw``.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
@@ -42,17 +43,35 @@ def predict(
     (torch.Size([5, 2]), torch.Size([5]))
     """
     likelihood = Categorical() if likelihood is None else likelihood
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk must be a positive number of rows or None, got {chunk!r}")
+    find_record(model)
+    flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
+    return predict_flat(
+        model, flat, samples, noise, seed, likelihood, chunk, keep_draws, select, first_example
+    )
+
+
+def predict_flat(
+    model: nn.Module,
+    flat: FlatInputs,
+    samples: int,
+    noise: str,
+    seed: int | None,
+    likelihood: Likelihood,
+    chunk: int | None = None,
+    keep_draws: bool = True,
+    select: Callable[[Any], Tensor] | None = None,
+    first_example: int = 0,
+) -> Predictive:
+    """``predict`` on flattened inputs."""
+    check_options(samples, noise, seed)
+    check_chunk(chunk)
     record = find_record(model)
     if chunk is not None and seed is None:
         # One function per draw must stay one function in every chunk: chunks are keyed by a random seed.
         seed = int(torch.randint(2**62, ()))
 
-    flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
-
-    def run(part: FlatInputs, count: int, first_sample: int, first_example: int) -> Tensor:
-        output = draw_flat(model, part, count, noise, seed, first_example, first_sample)
+    def run(part: FlatInputs, count: int, first_sample: int, start: int) -> Tensor:
+        output = draw_flat(model, part, count, noise, seed, first_example + start, first_sample)
         return _scored(output, select)
 
     with torch.no_grad(), evaluating(unwrap(model)):
@@ -61,6 +80,12 @@ def predict(
             likelihood.check(draws)
             return likelihood.predictive(draws if keep_draws else likelihood.moments(draws))
         return _chunked(run, flat, samples, record.components, chunk, likelihood, keep_draws)
+
+
+def check_chunk(chunk: int | None) -> None:
+    """Raise on a bound of rows that means nothing."""
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk must be a positive number of rows or None, got {chunk!r}")
 
 
 def _scored(output: Any, select: Callable[[Any], Tensor] | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from slimbayes.checkpoint import CheckpointError, load, save
 from slimbayes.config import RunConfig, from_dict, write_config
 from slimbayes.convert import bayesianize
-from slimbayes.data import Dataset, Scaling
+from slimbayes.data import Dataset, Scaling, StreamedDataset, stream
 from slimbayes.data import load as load_data
 from slimbayes.files import write_whole
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood
@@ -47,12 +47,13 @@ class Facts:
     fingerprint: str
 
     @classmethod
-    def of(cls, data: Dataset) -> Facts:
+    def of(cls, data: Dataset | StreamedDataset) -> Facts:
         """The facts of a data set."""
-        return cls(
-            data.name, data.task, data.kind, data.shape, data.scaling, data.target_scaling, data.classes,
-            data.features, data.outputs, len(data.train), data.source, data.fingerprint(),
-        )  # fmt: skip
+        common = (data.name, data.task, data.kind, data.shape, data.scaling)
+        if isinstance(data, StreamedDataset):
+            return cls(*common, None, data.classes, (), (), len(data.train), data.source, "streamed")
+        names = (data.classes, data.features, data.outputs)
+        return cls(*common, data.target_scaling, *names, len(data.train), data.source, data.fingerprint())
 
     @property
     def num_outputs(self) -> int:
@@ -120,12 +121,20 @@ def make_model(
         return bayesianize(network, parse_method(config.method))
 
 
+def open_data(name: str, root: str | None, options: dict[str, Any]) -> Dataset | StreamedDataset:
+    """A data set by name or path; "imagenet", and folders with the option ``stream``, are read as they are used."""
+    options = dict(options)
+    if options.pop("stream", False) or name == "imagenet":
+        return stream(name, root, **options)
+    return load_data(name, root=root, **options)
+
+
 def train_run(
     config: RunConfig, folder: Path, data_root: str | None = None, resume: bool = False, progress: bool = True,
     fabric: Any = None, data: Dataset | None = None,
 ) -> tuple[Run, FitResult]:  # fmt: skip
     """Train as the configuration says and leave everything that ``load_run`` needs in the folder."""
-    data = data or load_data(config.data, root=data_root, **config.data_options)
+    data = data or open_data(config.data, data_root, config.data_options)
     model = make_model(config, data.shape, data.num_outputs, config.training.seed)
     likelihood = make_likelihood(data.task)
     first = fabric is None or fabric.is_global_zero

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from slimbayes.cli import options as o
 from slimbayes.cli.errors import friendly, screen
 from slimbayes.config import CONTENDERS, CompareConfig, ConfigError, from_dict, read_config
+from slimbayes.data.embedded import EMBEDDED
 
 
 @friendly
@@ -62,6 +65,12 @@ def compare(
     save_config: o.SaveConfig = None,
     dry_run: o.DryRun = False,
     quiet: o.Quiet = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", min=1, help="Processes that share the work; default: one per core for small data."
+        ),
+    ] = None,
     threads: o.Threads = None,
 ) -> None:
     """Train several methods, test them on clean and shifted data, and write one page.
@@ -96,8 +105,9 @@ def compare(
         return
     o.set_threads(threads)
     start = time.monotonic()
+    say = (lambda text: None) if quiet else o.note
     results = run_comparison(
-        wanted, out, data_root, resume, progress=not quiet, say=(lambda text: None) if quiet else o.note
+        wanted, out, data_root, resume, progress=not quiet, say=say, jobs=jobs or _default_jobs(wanted)
     )
     write_results(results, out / "results.json")
     print_summary(results, screen)
@@ -105,6 +115,12 @@ def compare(
         path = write_report(results, out)
         screen.print(f"Page: {path}   results: {out / 'results.json'}", soft_wrap=True)
     screen.print(f"{time.monotonic() - start:.0f} s in all")
+
+
+def _default_jobs(config: CompareConfig) -> int:
+    """A process per core where the data are embedded, and so small that one network leaves cores idle."""
+    small = config.data in EMBEDDED and not torch.cuda.is_available()
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, 8) if small else 1
 
 
 def _contenders(methods: str | None, own: list[str] | None) -> tuple[Any, ...] | None:

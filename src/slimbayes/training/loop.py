@@ -377,7 +377,7 @@ class _Run:
 
     def _fixed(self) -> dict[str, Any]:
         """The settings that a resumed run must share."""
-        free = ("devices", "num_nodes", "accelerator", "log_every", "checkpoint_every", "compile")
+        free = ("devices", "num_nodes", "accelerator", "log_every", "checkpoint_every", "compile", "workers")
         return {name: value for name, value in self.settings.to_dict().items() if name not in free}
 
     def _restore(self) -> list[Row]:

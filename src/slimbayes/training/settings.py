@@ -63,6 +63,7 @@ class Training:
     validation_samples: int = 1
     checkpoint_every: int | None = None  # steps; None: at the end of every epoch
     log_every: int = 50  # steps
+    workers: int = 4  # processes that read and decode streamed images
     seed: int = 0
     accelerator: str = "auto"
     devices: int = 1
@@ -97,6 +98,8 @@ class Training:
             optional = name in ("steps", "checkpoint_every", "early_stopping")
             if not (optional and value is None) and not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not (isinstance(self.workers, int) and self.workers >= 0):
+            raise ValueError(f"workers must be a whole number of at least 0, got {self.workers!r}")
         numbers = ("momentum", "weight_decay", "l2", "factor_lr_multiplier", "decay", "warmup", "kl_weight")
         for name in ("lr", *numbers, "kl_annealing", *(("clip_norm",) if self.clip_norm is not None else ())):
             value = getattr(self, name)

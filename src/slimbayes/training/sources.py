@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from slimbayes.data import Batches, Dataset, Scaling, Split
+from slimbayes.data import Batches, Dataset, Scaling, Split, StreamedDataset
 from slimbayes.training.settings import Training
 
 Batch = tuple[Any, Tensor]
@@ -134,6 +134,11 @@ def make_source(
             data, min(settings.batch_size, len(data)), scaling=scaling, target_scaling=target_scaling,
             seed=settings.seed, shuffle=train, augment=augment, rank=rank, world=world,
             drop_last=train, device=device,
+        )  # fmt: skip
+    if isinstance(data, StreamedDataset):
+        return data.batches(
+            "train" if train else "test", settings.batch_size, rank=rank, world=world, drop_last=train,
+            device=device, workers=settings.workers, channels_last=settings.channels_last,
         )  # fmt: skip
     if isinstance(data, Source):
         return data

@@ -1,15 +1,11 @@
-"""``compare``: several methods on one data set, over seeds, clean and shifted; the numbers behind the report."""
+"""The measurement of one trained model on clean and shifted test data: the numbers behind the report."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
 import json
-import re
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +14,6 @@ from torch import Tensor
 from slimbayes.config import CompareConfig, Contender, RunConfig
 from slimbayes.data import (
     Batches,
-    DataError,
     Dataset,
     OutOfDistribution,
     Shift,
@@ -26,56 +21,20 @@ from slimbayes.data import (
     out_of_distribution,
     shifts_for,
 )
-from slimbayes.data import load as load_data
 from slimbayes.evaluate import Evaluation, assess
-from slimbayes.files import write_whole
 from slimbayes.metrics import ood_scores
 from slimbayes.models import default_network
 from slimbayes.predict import predict
 from slimbayes.provenance import provenance
 from slimbayes.record import find_record
 from slimbayes.runs import Facts, Run, make_likelihood, make_model, samples_for
-from slimbayes.specs import parse_method
 from slimbayes.summary import summary
 from slimbayes.training import Training, fit
 
 EVALUATION_SEED = 7
 _EXAMPLES = 8
 _BINS = 20
-Say = Callable[[str], None]
-
-
-def compare(
-    config: CompareConfig, folder: str | Path | None = None, data_root: str | None = None, resume: bool = False,
-    progress: bool = True, say: Say = lambda text: None, data: Dataset | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Train every contender with every seed, measure each on clean and shifted test data, return the results.
-
-    With a ``folder`` every finished (method, seed) is kept there, and ``resume=True`` takes those that were
-    trained with the same configuration instead of training them again. The result is what ``slimbayes.report``
-    reads.
-    """
-    start = time.monotonic()
-    data = data or load_data(config.data, root=data_root, **config.data_options)
-    bench = Bench(config, data, data_root)
-    methods: dict[str, dict[str, Any]] = {}
-    cells = [(seed, contender) for seed in config.seeds for contender in config.contenders]
-    for number, (seed, contender) in enumerate(cells, 1):
-        path = Path(folder) / "runs" / f"{_slug(contender.label)}-{seed}.json" if folder is not None else None
-        key = bench.key(contender, seed)
-        cell = _read_cell(path, key) if resume else None
-        label = f"[{number}/{len(cells)}] {contender.label}, seed {seed}"
-        if cell is None:
-            cell = {"key": key, **bench.measure(contender, seed, progress, label)}
-            if path is not None:
-                write_whole(path, json.dumps(cell))
-            say(f"{label}: {_brief(cell['run'])}")
-        else:
-            say(f"{label}: kept from before")
-        entry = methods.setdefault(contender.label, {**cell["method"], "runs": []})
-        entry["runs"].append(cell["run"])
-    title = f"{data.name}: {_count(len(config.contenders), 'method')}, {_count(len(config.seeds), 'seed')}"
-    return bench.results(title, list(methods.values()), time.monotonic() - start)
+_MOST_KEPT = 512 * 2**20  # bytes of shifted test data
 
 
 class Bench:
@@ -84,15 +43,26 @@ class Bench:
     def __init__(self, config: CompareConfig, data: Dataset, data_root: str | None) -> None:
         self.config, self.data = config, data
         self.test = data.test if config.max_test is None else data.test[: config.max_test]
-        self.shifts: tuple[Shift, ...] = shifts_for(data, config.shifts)
+        self.shifts: tuple[Shift, ...] = shifts_for(data, config.shifts, root=data_root)
         self.ood: OutOfDistribution | None = out_of_distribution(data, data_root)
         self.network = default_network(data.shape) if config.network == "auto" else config.network
-        self.shifted: dict[tuple[str, int], Split] = {
-            (shift.name, severity): shift.apply(self.test, severity, seed=EVALUATION_SEED)
-            for shift in self.shifts
-            for severity in config.severities
-        }
         self.fingerprint = data.fingerprint()
+        places = [(shift.name, severity) for shift in self.shifts for severity in config.severities]
+        self.places: tuple[tuple[str, int], ...] = tuple(places)
+        self._kept: dict[tuple[str, int], Split] = {}
+        size = self.test.inputs.numel() * self.test.inputs.element_size() * len(places)
+        self._keep = size <= _MOST_KEPT
+
+    def shifted(self, place: tuple[str, int], device: torch.device) -> Split:
+        """The test data under a shift; kept for the next contender if there is room for all of them."""
+        if place in self._kept:
+            return self._kept[place]
+        shift = next(shift for shift in self.shifts if shift.name == place[0])
+        # Corruptions are made on the model's device: on a GPU that takes a small part of the evaluation's time.
+        split = shift.apply(self.test.to(device), place[1], seed=EVALUATION_SEED)
+        if self._keep:
+            self._kept[place] = split
+        return split
 
     def describe(self) -> dict[str, Any]:
         """The data set, for the results."""
@@ -172,7 +142,8 @@ class Bench:
         start = time.monotonic()
         clean = self._assess(run, self.test)
         seconds = time.monotonic() - start
-        shifted = {place: self._assess(run, split) for place, split in self.shifted.items()}
+        device = next(run.model.parameters()).device
+        shifted = {place: self._assess(run, self.shifted(place, device)) for place in self.places}
         by_shift: dict[str, dict[str, Any]] = {}
         for (name, severity), evaluation in shifted.items():
             by_shift.setdefault(name, {})[str(severity)] = evaluation.compute()
@@ -318,71 +289,3 @@ class Bench:
 def _histogram(values: Tensor, top: float) -> list[int]:
     counts = torch.histc(values.float().clamp(0.0, top), bins=_BINS, min=0.0, max=top)
     return [int(count) for count in counts]
-
-
-def _read_cell(path: Path | None, key: str) -> dict[str, Any] | None:
-    """A kept measurement of the same configuration, or None."""
-    if path is None or not path.exists():
-        return None
-    try:
-        cell: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cell if cell["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _slug(label: str) -> str:
-    digest = hashlib.sha256(label.encode()).hexdigest()[:6]
-    readable = re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-")[:40]
-    return readable if readable == label else f"{readable}-{digest}"
-
-
-def _brief(run: dict[str, Any]) -> str:
-    clean = run["clean"]
-    shifted = [metrics["nll"] for rows in run["shifted"].values() for metrics in rows.values()]
-    tail = f", shifted {sum(shifted) / len(shifted):.3f}" if shifted else ""
-    return f"NLL {clean['nll']:.3f}{tail}, trained in {run['train_seconds']:.1f} s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s" if number != 1 else "")
-
-
-def evaluate_run(
-    run: Run, folder: Path, *, data: str | None = None, data_options: dict[str, Any] | None = None,
-    data_root: str | None = None, shifts: tuple[str, ...] | None = None, max_test: int | None = None,
-    draws: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure one trained run as ``compare`` does, on its own test data or on others of the same layout."""
-    start = time.monotonic()
-    one = run.config
-    chosen = load_data(
-        data or one.data, root=data_root, **(data_options or (one.data_options if data is None else {}))
-    )
-    found = Facts.of(chosen)
-    for name in ("task", "shape", "classes", "features"):
-        mine, theirs = getattr(run.facts, name), getattr(found, name)
-        if mine != theirs:
-            raise DataError(f"the model was trained on {name} {mine}, the data {chosen.name!r} have {theirs}")
-    # The model's own scaling: the same numbers must mean the same to it in every data set.
-    chosen = dataclasses.replace(chosen, scaling=run.facts.scaling, target_scaling=run.facts.target_scaling)
-    label = type(parse_method(one.method)).__name__
-    config = CompareConfig(
-        data or one.data, data_options or one.data_options, one.network, (Contender(label, one.method),),
-        (one.training.seed,), draws or one.draws, shifts, max_test=max_test, training=one.training,
-    )  # fmt: skip
-    bench = Bench(config, chosen, data_root)
-    history, seconds = _training_of(folder)
-    figures = bench.figures(run, history, seconds, one.training.seed)
-    methods = [{**bench.entry(config.contenders[0], run), "runs": [figures]}]
-    return bench.results(f"{chosen.name}: {label}", methods, time.monotonic() - start)
-
-
-def _training_of(folder: Path) -> tuple[list[dict[str, float]], float | None]:
-    """The history and the training time that a run left in its folder, if it did."""
-    try:
-        with open(folder / "history.csv", newline="") as file:
-            rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-        return rows, json.loads((folder / "run.json").read_text())["seconds"]
-    except (OSError, ValueError, KeyError):
-        return [], None

@@ -1,0 +1,163 @@
+"""What every reader needs: optional packages, missing files, splits by key, npz archives without pickles."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimbayes.data.base import DataError
+from slimbayes.keyed import layer_key, philox
+
+ROOT_VARIABLE = "SLIMBAYES_DATA"
+_PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn", "pyarrow": "pyarrow"}
+
+
+def need(module: str, purpose: str) -> Any:
+    """An optional module, imported when it is used; its absence names the extra to install.
+
+    >>> need("json", "this example").dumps([1])
+    '[1]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = _PACKAGES.get(module.split(".")[0], module)
+        raise ImportError(f"{purpose} needs {package}: pip install 'slimbayes[data]'") from error
+
+
+def find_root(root: str | os.PathLike[str] | None = None) -> Path | None:
+    """The folder of the data: the argument, else the environment variable SLIMBAYES_DATA, else None.
+
+    >>> find_root("somewhere").name
+    'somewhere'
+    """
+    chosen = root if root is not None else os.environ.get(ROOT_VARIABLE) or None
+    return None if chosen is None else Path(chosen).expanduser()
+
+
+def locate(root: str | os.PathLike[str] | None, candidates: tuple[str, ...]) -> Path | None:
+    """The first of the candidates (relative paths) that exists under the data root."""
+    folder = find_root(root)
+    if folder is None:
+        return None
+    return next((folder / name for name in candidates if (folder / name).exists()), None)
+
+
+def require(root: str | os.PathLike[str] | None, candidates: tuple[str, ...], what: str, home: str) -> Path:
+    """``locate``, or a DataError that says which file, where it was looked for, and where to get it."""
+    path = locate(root, candidates)
+    if path is None:
+        raise missing(root, candidates, what, home)
+    return path
+
+
+def missing(
+    root: str | os.PathLike[str] | None, candidates: tuple[str, ...], what: str, home: str
+) -> DataError:
+    """The error for files that are not there."""
+    folder = find_root(root)
+    if folder is None:
+        where = f"no data root given: pass --data-root (root=...) or set {ROOT_VARIABLE}"
+    else:
+        where = f"looked in {folder}" + ("" if folder.is_dir() else ", which is not a folder")
+    return DataError(f"{what} not found: {where}. Needed: {' or '.join(candidates)}. Get it from {home}")
+
+
+def read_npz(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray[Any, Any]]:
+    """Arrays of an .npz file by key; pickled objects are refused."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            absent = [key for key in keys if key not in archive.files]
+            if absent:
+                raise DataError(
+                    f"{path}: no array {', '.join(map(repr, absent))}; it has {', '.join(archive.files)}"
+                )
+            return {key: archive[key] for key in keys}
+    except DataError:
+        raise
+    except Exception as error:  # zipfile and numpy raise a dozen types for damaged files
+        raise DataError(f"{path}: not a readable .npz of plain arrays ({error})") from error
+
+
+def npz_keys(path: Path) -> list[str]:
+    """The names of the arrays in an .npz file."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return list(archive.files)
+    except Exception as error:
+        raise DataError(f"{path}: not a readable .npz of plain arrays ({error})") from error
+
+
+def permutation(count: int, seed: int, name: str, stream: int = 0) -> Tensor:
+    """A random order of ``count`` things, a function of (seed, name, stream) on every machine.
+
+    Things are sorted by a 62-bit Philox word of their number.
+
+    >>> permutation(5, seed=0, name="example").sort().values.tolist()
+    [0, 1, 2, 3, 4]
+    """
+    zero = torch.tensor(0)
+    words = philox((torch.arange(count), torch.tensor(stream), zero, zero), layer_key(seed, name))
+    return ((words[0] << 30) ^ words[1]).argsort(stable=True)
+
+
+def as_fraction(test: float | str | os.PathLike[str]) -> float | None:
+    """The fraction that ``test`` is, also as text from a command line; None for a file.
+
+    >>> as_fraction("0.2"), as_fraction("test.csv")
+    (0.2, None)
+    """
+    try:
+        fraction = float(test)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    if not 0 < fraction < 1:
+        raise DataError(f"test={test}: give a fraction of the rows between 0 and 1, or another file")
+    return fraction
+
+
+def random_split(count: int, test: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Row numbers (train, test), each ascending, ``test`` of them drawn at random.
+
+    >>> train, test = random_split(10, 3, seed=0)
+    >>> len(train), len(test), sorted(train.tolist() + test.tolist()) == list(range(10))
+    (7, 3, True)
+    """
+    if not 0 < test < count:
+        raise DataError(
+            f"{test} of {count} rows for the test leaves one split empty: give a smaller fraction"
+        )
+    order = permutation(count, seed, "split")
+    return order[test:].sort().values, order[:test].sort().values
+
+
+def stratified_split(labels: Tensor, test: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Row numbers (train, test) with every class in proportion, by largest remainders; all classes in train.
+
+    >>> labels = torch.tensor([0] * 6 + [1] * 4)
+    >>> labels[stratified_split(labels, 5, seed=0)[1]].bincount().tolist()
+    [3, 2]
+    """
+    if not 0 < test < len(labels):
+        raise DataError(
+            f"{test} of {len(labels)} rows for the test leaves one split empty: give a smaller fraction"
+        )
+    values, counts = labels.unique(return_counts=True)
+    shares = counts.double() * test / len(labels)
+    take = shares.floor().long()
+    largest = (shares - take).argsort(descending=True, stable=True)[: test - int(take.sum())]
+    take[largest] += 1
+    take = take.minimum(counts - 1)  # a class must be seen in training, if it has one row only
+    if int(take.sum()) == 0:
+        raise DataError(f"no class of {len(labels)} rows has two: a stratified test split would be empty")
+    order = permutation(len(labels), seed, "split")
+    chosen = torch.cat([order[labels[order] == v][:n] for v, n in zip(values, take.tolist(), strict=True)])
+    rest = torch.ones(len(labels), dtype=torch.bool)
+    rest[chosen] = False
+    return rest.nonzero()[:, 0], chosen.sort().values

@@ -30,8 +30,8 @@ help:  ## list the targets
 
 venv: $(DEV)  ## set up ./.venv for development
 
-demo: $(BASE)  ## run examples/quickstart.py
-	$(BIN)/python examples/quickstart.py
+demo: $(BASE)  ## compare methods on embedded digits: a table and one page
+	@$(BIN)/slimbayes compare
 
 test: lint typecheck  ## lint, types, tests, doctests and the coverage threshold
 	$(PYTEST) $(PYTEST_ARGS)
@@ -55,7 +55,7 @@ docs: $(DEV)  ## check that the generated tables in docs/ are current
 	$(BIN)/python docs/generate.py --check
 
 clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) build dist src/*.egg-info htmlcov .coverage .coverage.* \
+	rm -rf $(VENV) slimbayes-compare slimbayes-run build dist src/*.egg-info htmlcov .coverage .coverage.* \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -65,5 +65,5 @@ $(DEV): pyproject.toml constraints.txt
 	@touch $(BASE) $(DEV)
 
 $(BASE): pyproject.toml constraints.txt
-	$(call install,.[demo])
+	$(call install,.[cli])
 	@touch $(BASE)

@@ -15,7 +15,7 @@ import slimbayes as sb
 from slimbayes.methods import METHODS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SHORT = ("classification", "mixed_rules", "regression", "transformer")
+SHORT = ("classification", "fit", "mixed_rules", "own_data", "regression", "transformer")
 
 
 def example(name):
@@ -27,7 +27,7 @@ def example(name):
 
 
 def test_every_example_is_tested_and_short():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "quickstart", "own_method"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "own_method"}
     for name in SHORT:
         lines = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if line.strip()]
         assert len(lines) <= 40, f"{name}.py has {len(lines)} lines"
@@ -72,80 +72,19 @@ def test_mixed_rules(capsys):
     assert all(method in printed for method in ("Rank1", "EMP", "KTied"))
 
 
-@pytest.fixture(scope="module")
-def quickstart():
-    pytest.importorskip("sklearn")
-    return example("quickstart")
+def test_fit(capsys):
+    found = example("fit").main(epochs=5)
+    assert set(found) == {"clean", "rotation 3", "noise 3", "blur 3", "contrast 3", "occlusion 3"}
+    assert found["clean"] < 0.3 and found["rotation 3"] > 3 * found["clean"]
+    assert "100 steps" in capsys.readouterr().out
 
 
-def test_quickstart(quickstart, capsys):
-    results = quickstart.main(epochs=3, seed=0)
-    printed = capsys.readouterr().out
-    assert list(results) == ["Deterministic", "Rank1", "KTied", "EMP"]
-    base = 64 * 128 + 128 * 128 + 128 * 10 + 266 + 4 * 128
-    assert {name: r["parameters"] - base for name, r in results.items()} == {
-        "Deterministic": 0,
-        "Rank1": 8 * (64 + 128 + 128 + 128 + 128 + 10) + 3 * 266,
-        "KTied": 2 * (64 + 128 + 128 + 128 + 128 + 10) + 266,
-        "EMP": 4 * (4 * 128 + 128 * 10 + 10),
-    }
-    for name, r in results.items():
-        assert r["accuracy"] > 0.9 and r["nll"] < 1.0, name
-        assert r["shifted_accuracy"] < r["accuracy"] and r["shifted_nll"] > r["nll"], name
-        assert 0 < r["ece"] < 1 and 0 < r["shifted_ece"] < 1 and r["seconds"] > 0, name
-        assert f"{name:14} epoch   3/3" in printed
-        row = next(line for line in printed.splitlines() if line.startswith(name) and "%" in line)
-        values = (r["nll"], 100 * r["accuracy"], r["ece"], r["shifted_nll"], 100 * r["shifted_accuracy"])
-        assert [float(cell) for cell in row.split()[1:6]] == pytest.approx(values, abs=0.051)
-        assert row.split()[-3:-1] == [f"{r['parameters']:,}", f"{100 * r['overhead']:+.1f}%"]
-
-
-def test_quickstart_repeats_itself(quickstart, monkeypatch, capsys):
-    monkeypatch.setattr(quickstart, "RECIPES", {"KTied": quickstart.RECIPES["KTied"]})
-    first, second, other = (quickstart.main(epochs=1, seed=seed)["KTied"]["nll"] for seed in (1, 1, 2))
-    assert first == second != other
-
-
-def test_quickstart_data(quickstart):
-    (x, y), (x_test, y_test), shifted = quickstart.digits()
-    assert x.shape == (1200, 64) and x_test.shape == shifted.shape == (597, 64)
-    assert x.min() >= 0 and x.max() == 1 and y.bincount().min() > 100 and len(y_test.unique()) == 10
-    inner = (shifted > 0) & (shifted < 1) & (x_test > 0.3) & (x_test < 0.7)
-    assert 0.22 < (shifted - x_test)[inner].std() < 0.27  # N(0, 0.3²), cut to [0, 1]
-    # No training digit is in the test set, up to the few that scikit-learn holds twice.
-    assert (torch.cdist(x_test, x).min(1).values == 0).float().mean() < 0.01
-
-
-def test_quickstart_ece(quickstart):
-    # Bins of fifteenths (not of twentieths): 0.94 and 0.99 share one, where half are right; 0.65 is alone.
-    probabilities = torch.tensor([[0.94, 0.06], [0.01, 0.99], [0.35, 0.65]])
-    targets = torch.tensor([0, 0, 1])
-    expected = 2 / 3 * abs(0.5 - 0.965) + 1 / 3 * abs(1.0 - 0.65)
-    assert quickstart.ece(probabilities, targets) == pytest.approx(expected, abs=1e-6)
-    assert quickstart.ece(torch.eye(2), torch.tensor([0, 1])) == 0.0
-
-
-def test_quickstart_without_rich(quickstart, monkeypatch, capsys):
-    row = ["Rank1", "0.077", "98.2", "0.020", "0.414", "87.3", "0.047", "32,120", "+20.6%", "4.1"]
-    quickstart.show([row])
-    with_rich = capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "rich", None)
-    quickstart.show([row])
-    without = capsys.readouterr().out
-    for printed in (with_rich, without):
-        assert max(map(len, printed.splitlines())) <= 80
-        assert printed.splitlines()[1].split() == " ".join(quickstart.HEAD).split()
-        assert printed.splitlines()[-1].split() == row
-    assert without.isascii()
-
-
-def test_quickstart_help(quickstart, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--help"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
-    assert stopped.value.code == 0
-    printed = capsys.readouterr().out
-    assert "--epochs" in printed and "--seed" in printed
+def test_own_data(capsys):
+    table = example("own_data").main(epochs=40)
+    assert capsys.readouterr().out.startswith("row,mean,lower,upper,std,aleatoric_std,epistemic_std\n0,")
+    seen, unseen = zip(table["mean"], table["lower"], table["upper"], table["epistemic_std"], strict=True)
+    assert seen[1] < 1.5 < seen[2] and abs(seen[0] - 1.5) < 0.5  # 1.0² + 0.5
+    assert unseen[3] > 4 * seen[3]
 
 
 @pytest.fixture(scope="module")

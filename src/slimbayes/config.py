@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +14,7 @@ from slimbayes.files import write_whole
 from slimbayes.methods import Method
 from slimbayes.specs import network_builder, parse_method
 from slimbayes.training import Training
+from slimbayes.training.settings import real_number, whole_number
 
 
 class ConfigError(ValueError):
@@ -36,10 +39,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         parse_method(self.method)
-        if self.network != "auto" and ":" not in self.network:
-            network_builder(self.network)
-        if not (isinstance(self.draws, int) and self.draws >= 1):
-            raise ConfigError(f"draws must be a whole number of at least 1, got {self.draws!r}")
+        _check_common(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for YAML and JSON."""
@@ -57,6 +57,10 @@ class Contender:
     label: str
     method: str
     training: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.label, str) and self.label and isinstance(self.training, dict)):
+            raise ConfigError(f"a method has a label (text) and training (a mapping of settings); got {self}")
 
     @property
     def parsed(self) -> Method:
@@ -98,16 +102,29 @@ class CompareConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("contenders", "seeds", "severities"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.shifts is not None:
-            object.__setattr__(self, "shifts", tuple(self.shifts))
+        lists: dict[str, tuple[str, Callable[[Any], bool]]] = {
+            "contenders": ("methods", lambda value: isinstance(value, Contender)),
+            "seeds": ("whole numbers", lambda value: whole_number(value) and abs(value) < 2**63),
+            "severities": ("numbers from 1 to 5", lambda value: whole_number(value) and 1 <= value <= 5),
+            "shifts": ("names", lambda value: isinstance(value, str)),
+        }
+        for name, (what, good) in lists.items():
+            values = getattr(self, name)
+            if name == "shifts" and values is None:
+                continue
+            if not isinstance(values, (list, tuple)) or not all(map(good, values)):
+                raise ConfigError(f"{name} must be a list of {what}, got {values!r}")
+            object.__setattr__(self, name, tuple(values))
+        _check_common(self)
         if not self.contenders or not self.seeds:
             raise ConfigError("a comparison needs at least one method and one seed")
-        labels = [contender.label for contender in self.contenders]
-        twice = sorted({label for label in labels if labels.count(label) > 1})
-        if twice:
-            raise ConfigError(f"two methods have the label {twice[0]!r}: give each its own")
+        if self.max_test is not None and not (whole_number(self.max_test) and self.max_test >= 1):
+            raise ConfigError(f"max_test must be a whole number of at least 1, got {self.max_test!r}")
+        for what, entries in (("methods have the label", [c.label for c in self.contenders]),
+                              ("runs have the seed", list(self.seeds))):  # fmt: skip
+            twice = [entry for i, entry in enumerate(entries) if entry in entries[:i]]
+            if twice:
+                raise ConfigError(f"two {what} {twice[0]!r}: give each its own")
         for contender in self.contenders:
             _ = contender.parsed
             Training.from_dict({**self.training.to_dict(), **contender.training})
@@ -116,6 +133,22 @@ class CompareConfig:
         """Plain values, for YAML and JSON."""
         contenders = [dataclasses.asdict(contender) for contender in self.contenders]
         return {**_plain(self), "training": self.training.to_dict(), "contenders": contenders}
+
+
+def _check_common(config: RunConfig | CompareConfig) -> None:
+    """What both kinds hold; a file may have anything in their place."""
+    if not (isinstance(config.data, str) and config.data):
+        raise ConfigError(f"data must be a name or a file, got {config.data!r}")
+    if not (isinstance(config.data_options, dict) and all(isinstance(k, str) for k in config.data_options)):
+        raise ConfigError(f"data_options must be a mapping of names to values, got {config.data_options!r}")
+    if not isinstance(config.network, str) or ":" not in config.network:
+        network_builder(config.network)
+    if not (whole_number(config.draws) and config.draws >= 1):
+        raise ConfigError(f"draws must be a whole number of at least 1, got {config.draws!r}")
+    if config.validation is not None and not (real_number(config.validation) and 0 < config.validation < 1):
+        raise ConfigError(f"validation must be a fraction between 0 and 1, got {config.validation!r}")
+    if not isinstance(config.training, Training):
+        raise ConfigError(f"training must be a Training, got {config.training!r}")
 
 
 Config = TypeVar("Config", RunConfig, CompareConfig)
@@ -147,12 +180,11 @@ def from_dict(kind: type[Config], values: Any, base: Config | None = None) -> Co
                 raise ConfigError(f"training must be a mapping of settings, got {value!r}")
             value = Training.from_dict({**base.training.to_dict(), **value})
         elif name == "contenders":
+            if not isinstance(value, (list, tuple)):
+                raise ConfigError(f"contenders must be a list of methods, got {value!r}")
             value = tuple(_contender(entry) for entry in value)
         changes[name] = value
-    try:
-        return dataclasses.replace(base, **changes)
-    except TypeError as error:
-        raise ConfigError(str(error)) from error
+    return dataclasses.replace(base, **changes)
 
 
 def _contender(entry: Any) -> Contender:
@@ -172,20 +204,36 @@ def read_config(kind: type[Config], path: Path, base: Config | None = None) -> C
     """The configuration in a YAML file."""
     yaml = _yaml()
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), yaml_loader())
     except FileNotFoundError:
         raise ConfigError(f"no configuration file at {str(path)!r}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{str(path)!r} is no YAML: {' '.join(str(error).split())}") from error
     try:
         return from_dict(kind, {} if values is None else values, base)
-    except ConfigError as error:
+    except ValueError as error:
         raise ConfigError(f"{str(path)!r}: {error}") from error
 
 
 def write_config(config: RunConfig | CompareConfig, path: Path) -> None:
     """Write a configuration as YAML that ``read_config`` takes back."""
     write_whole(path, _yaml().safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
+
+
+def yaml_loader() -> Any:
+    """PyYAML's safe loader, with 1e-4 a number: YAML 1.1 takes it for a word, and 1.0e-4 is seldom written.
+
+    >>> import yaml
+    >>> yaml.load("{lr: 1e-3, name: e3}", yaml_loader())
+    {'lr': 0.001, 'name': 'e3'}
+    """
+
+    class Loader(_yaml().SafeLoader):  # type: ignore[misc]
+        pass
+
+    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader
 
 
 def _yaml() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,14 @@ class Facts:
     num_train: int
     source: str
     fingerprint: str
+    crop: bool = False  # images come in any size and are resized and cropped at the centre
 
     @classmethod
     def of(cls, data: Dataset | StreamedDataset) -> Facts:
         """The facts of a data set."""
         common = (data.name, data.task, data.kind, data.shape, data.scaling)
         if isinstance(data, StreamedDataset):
-            return cls(*common, None, data.classes, (), (), len(data.train), data.source, "streamed")
+            return cls(*common, None, data.classes, (), (), len(data.train), data.source, "streamed", True)
         names = (data.classes, data.features, data.outputs)
         return cls(*common, data.target_scaling, *names, len(data.train), data.source, data.fingerprint())
 
@@ -131,10 +133,11 @@ def open_data(name: str, root: str | None, options: dict[str, Any]) -> Dataset |
 
 def train_run(
     config: RunConfig, folder: Path, data_root: str | None = None, resume: bool = False, progress: bool = True,
-    fabric: Any = None, data: Dataset | None = None,
+    fabric: Any = None, data: Dataset | StreamedDataset | None = None,
 ) -> tuple[Run, FitResult]:  # fmt: skip
     """Train as the configuration says and leave everything that ``load_run`` needs in the folder."""
-    data = data or open_data(config.data, data_root, config.data_options)
+    if data is None:
+        data = open_data(config.data, data_root, config.data_options)
     model = make_model(config, data.shape, data.num_outputs, config.training.seed)
     likelihood = make_likelihood(data.task)
     first = fabric is None or fabric.is_global_zero
@@ -165,7 +168,7 @@ def train_run(
 def _precision(likelihood: Likelihood) -> float | None:
     if not isinstance(likelihood, Gaussian):
         return None
-    return float(likelihood.log_precision.detach().exp())
+    return math.exp(float(likelihood.log_precision))  # in float64: its logarithm is the same float32 again
 
 
 def load_run(folder: str | Path, network: str | None = None) -> Run:

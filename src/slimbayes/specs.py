@@ -34,14 +34,14 @@ def parse_method(text: str) -> Method:
         ...
     slimbayes.specs.SpecError: unknown method 'Rank2'; did you mean 'Rank1'? Known: Rank1, BatchEnsemble, ...
     """
+    if not isinstance(text, str):
+        raise SpecError(f"a method is a text such as 'Rank1(components=4)', got {text!r}")
     name, arguments, options = _call(text, "method")
     if name not in METHODS:
         raise SpecError(_unknown("method", name, METHODS))
     try:
         return METHODS[name](*arguments, **options)
-    except TypeError as error:
-        raise SpecError(f"{text!r}: {error}") from error
-    except ValueError as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:  # prior=5 has no distribution
         raise SpecError(f"{text!r}: {error}") from error
 
 
@@ -54,6 +54,8 @@ def network_builder(text: str, allow_code: bool = True) -> Callable[[tuple[int, 
     >>> type(network_builder("dense(hidden=[16])")((4,), 2)).__name__
     'DenseNet'
     """
+    if not isinstance(text, str):
+        raise SpecError(f"a network is a text such as 'wrn(depth=16)', got {text!r}")
     if ":" in text:
         if not allow_code:
             raise SpecError(
@@ -75,7 +77,7 @@ def _imported(text: str) -> Callable[[tuple[int, ...], int], nn.Module]:
     module, _, function = text.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise SpecError(f"the network {text!r} cannot be imported: {error}") from error
 
     def make(shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -93,23 +95,33 @@ def _call(text: str, what: str) -> tuple[str, list[Any], dict[str, Any]]:
         if isinstance(node, ast.Name):
             return node.id, [], {}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            options = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords if keyword.arg}
-            return node.func.id, [_value(argument) for argument in node.args], options
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise SpecError(f"the {what} {text!r} cannot be read: {error}") from error
-    raise SpecError(f"the {what} {text!r} cannot be read: write a name with options, as in Name(option=1)")
+            return node.func.id, [_value(argument) for argument in node.args], _options(node)
+    except (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        raise SpecError(f"the {what} {_shorten(text)} cannot be read: {str(error)[:200]}") from error
+    raise SpecError(
+        f"the {what} {_shorten(text)} cannot be read: write a name with options, as in Name(option=1)"
+    )
 
 
 def _value(node: ast.expr) -> Any:
     """A literal, or a prior such as Normal(0, 1)."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _PRIORS:
-        options = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords if keyword.arg}
-        return _PRIORS[node.func.id](*[_value(argument) for argument in node.args], **options)
+        return _PRIORS[node.func.id](*[_value(argument) for argument in node.args], **_options(node))
     try:
         return ast.literal_eval(node)
     except ValueError:
         known = ", ".join(_PRIORS)
         raise ValueError(f"{ast.unparse(node)} is neither a literal nor a prior ({known})") from None
+
+
+def _options(call: ast.Call) -> dict[str, Any]:
+    if any(keyword.arg is None for keyword in call.keywords):
+        raise ValueError("options are written by name, not as **mapping")
+    return {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 100 else f"{text[:100]}...")
 
 
 def _unknown(what: str, name: str, known: dict[str, Any]) -> str:

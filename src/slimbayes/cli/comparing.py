@@ -42,7 +42,9 @@ def compare(
     shifts: Annotated[
         str | None,
         typer.Option(
-            "--shifts", metavar="A,B,...", help="Which shifts of the test data; default: all that fit."
+            "--shifts",
+            metavar="A,B,...",
+            help="Which shifts of the test data; default: all that fit; none: clean only.",
         ),
     ] = None,
     max_test: Annotated[
@@ -77,9 +79,6 @@ def compare(
 
     With no argument it runs on embedded digits in about a minute.
     """
-    from slimbayes.compare import compare as run_comparison
-    from slimbayes.report import print_summary, write_report, write_results
-
     base = read_config(CompareConfig, config) if config is not None else CompareConfig()
     training = o.given(
         epochs=epochs,
@@ -96,7 +95,7 @@ def compare(
         draws=draws,
         max_test=max_test,
         seeds=tuple(range(seeds)) if seeds is not None else None,
-        shifts=o.words(shifts),
+        shifts=o.words(shifts) if shifts != "none" else (),
         data_options=o.pairs(data_option, "--data-option") or None,
         contenders=_contenders(methods, method),
     )
@@ -106,14 +105,20 @@ def compare(
     o.set_threads(threads)
     start = time.monotonic()
     say = (lambda text: None) if quiet else o.note
-    results = run_comparison(
-        wanted, out, data_root, resume, progress=not quiet, say=say, jobs=jobs or _default_jobs(wanted)
+    number = jobs or _default_jobs(wanted)
+    say(
+        f"{wanted.data}: {len(wanted.contenders)} methods, {len(wanted.seeds)} seeds, {number} at a time; "
+        f"interrupted, it goes on with --resume"
     )
+    from slimbayes.compare import compare as run_comparison
+    from slimbayes.report import print_summary, write_report, write_results
+
+    results = run_comparison(wanted, out, data_root, resume, progress=not quiet, say=say, jobs=number)
     write_results(results, out / "results.json")
     print_summary(results, screen)
     if page:
         path = write_report(results, out)
-        screen.print(f"Page: {path}   results: {out / 'results.json'}", soft_wrap=True)
+        o.note(f"Page: {path}   results: {out / 'results.json'}")
     screen.print(f"{time.monotonic() - start:.0f} s in all")
 
 

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
 
 FAILED, INTERRUPTED, BROKEN = 1, 130, 70
-screen = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+screen = Console(highlight=False, emoji=False)
+errors = Console(stderr=True, highlight=False, emoji=False)
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -61,8 +62,5 @@ def _words(error: BaseException) -> str:
 
 
 def _say(message: str) -> None:
-    errors.print(f"[bold red]error:[/bold red] {_plain(message)}", soft_wrap=True)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")  # rich reads [x] as markup
+    line = " ".join(part.strip() for part in message.splitlines() if part.strip())
+    errors.print(Text.assemble(("error:", "bold red"), " ", line), soft_wrap=True)

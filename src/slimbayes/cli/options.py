@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import torch
 import typer
 
 from slimbayes.cli.errors import screen
-from slimbayes.config import CompareConfig, ConfigError, RunConfig, write_config
+from slimbayes.config import CompareConfig, ConfigError, RunConfig, write_config, yaml_loader
 
 DataRoot = Annotated[
     str | None,
@@ -96,12 +95,9 @@ def pairs(entries: list[str] | None, option: str) -> dict[str, Any]:
         if not separator or not key:
             raise ConfigError(f"{option} {entry!r}: write KEY=VALUE")
         try:
-            value = yaml.safe_load(text)
+            value = yaml.load(text, yaml_loader())
         except yaml.YAMLError as error:
             raise ConfigError(f"{option} {entry!r}: the value cannot be read") from error
-        if isinstance(value, str):  # YAML 1.1 takes 1e-4 for a word
-            with contextlib.suppress(ValueError):
-                value = float(value)
         found[key.strip()] = value
     return found
 
@@ -127,9 +123,9 @@ def settle(config: RunConfig | CompareConfig, save: Path | None, dry_run: bool) 
     if dry_run:
         import yaml
 
-        screen.print(
-            yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), markup=False, end=""
-        )
+        # No line may be wrapped: what is shown can be saved and replayed.
+        text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+        screen.print(text, markup=False, end="", soft_wrap=True)
     return dry_run
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from slimbayes.cli import options as o
-from slimbayes.cli.errors import friendly, screen
+from slimbayes.cli.errors import friendly
 from slimbayes.config import CompareConfig, RunConfig, from_dict, read_config
 
 
@@ -92,17 +92,16 @@ def train(
     if not fabric.is_global_zero:
         return
     counted = summary(run.model)
-    screen.print(
+    o.note(
         f"{wanted.method}: {counted.parameters:,} parameters ({100 * counted.overhead:+.2f} %), {result.step} steps in "
-        f"{result.seconds:.1f} s{', stopped early' if result.stopped_early else ''}",
-        soft_wrap=True,
+        f"{result.seconds:.1f} s{', stopped early' if result.stopped_early else ''}"
     )
     last = result.history[-1]
     shown = [
         name for name in ("nll", "validation_nll", "validation_accuracy", "validation_rmse") if name in last
     ]
-    screen.print("  ".join(f"{name} {last[name]:.4f}" for name in shown))
-    screen.print(f"Model: {out}   next: slimbayes evaluate {out}", soft_wrap=True)
+    o.note("  ".join(f"{name} {last[name]:.4f}" for name in shown))
+    o.note(f"Model: {out}   next: slimbayes evaluate {out}")
 
 
 def _train_defaults() -> RunConfig:

@@ -67,9 +67,9 @@ def evaluate(
     write_results(results, folder / "results.json")
     print_summary(results, screen)
     _by_severity(results)
-    screen.print(f"Results: {folder / 'results.json'}", soft_wrap=True)
+    o.note(f"Results: {folder / 'results.json'}")
     if page:
-        screen.print(f"Page: {write_report(results, folder)}", soft_wrap=True)
+        o.note(f"Page: {write_report(results, folder)}")
 
 
 def _by_severity(results: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def predict(
     raw, names = read_inputs(inputs, loaded.facts.to_dict())
     table = predict_table(loaded, raw, level, seed, names=list(names))
     write_table(table, out)
-    screen.print(f"{len(raw)} predictions: {out}", soft_wrap=True)
+    o.note(f"{len(raw)} predictions: {out}")
 
 
 @friendly
@@ -148,7 +148,7 @@ def report(
 
     found = read_results(results[0]) if len(results) == 1 else merge_results(list(results))
     print_summary(found, screen)
-    screen.print(f"Page: {write_report(found, out or results[0].parent)}", soft_wrap=True)
+    o.note(f"Page: {write_report(found, out or results[0].parent)}")
 
 
 @friendly

@@ -8,6 +8,7 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,8 +126,10 @@ class Bench:
     def entry(self, contender: Contender, run: Run) -> dict[str, Any]:
         """What all runs of a contender have in common."""
         counted = summary(run.model)
+        kind = type(contender.parsed).__name__
+        alike = sum(type(other.parsed).__name__ == kind for other in self.config.contenders)
         return {
-            "name": type(contender.parsed).__name__,
+            "name": kind if alike == 1 else contender.label,
             "label": contender.label,
             "settings": {"method": contender.method, **contender.training},
             "parameters": counted.parameters,
@@ -223,7 +226,6 @@ class Bench:
         )  # fmt: skip
         lower, upper = found.interval(0.9)
         spread = 1.645 * found.epistemic.sqrt()
-        truth = self.data.notes.get("truth")
         curves = {"mean": found.mean, "lower": lower, "upper": upper}
         curves |= {"epistemic_lower": found.mean - spread, "epistemic_upper": found.mean + spread}
         return {
@@ -233,15 +235,26 @@ class Bench:
                 "level": 0.9,
                 "train_x": self.data.train.inputs[:, 0].tolist(),
                 "train_y": self.data.train.targets[:, 0].tolist(),
-                "truth": truth(x)[:, 0].tolist() if callable(truth) else None,
+                "truth": self._truth(x[:, 0]),
             }
         }
+
+    def _truth(self, x: Tensor) -> list[float] | None:
+        """What a generated data set knows of its function at its test inputs, between them by straight lines."""
+        truth = self.data.notes.get("truth")
+        if truth is None:
+            return None
+        inputs = self.data.test.inputs[:, 0]
+        order = inputs.argsort()
+        return np.interp(x, inputs[order], torch.tensor(truth)[order]).tolist()  # type: ignore[no-any-return]
 
     def _examples(self, run: Run, clean: Evaluation) -> dict[str, list[dict[str, Any]]]:
         columns = clean.examples
         if self.data.task == "regression":
             order = columns["variance"][:, 0].argsort(descending=True)
-            return {"least": self._real(columns, order), "most": self._real(columns, order.flip(0))}
+            away = (columns["target"] - columns["prediction"])[:, 0].square() / columns["variance"][:, 0]
+            chosen = {"least": order, "most": order.flip(0), "wrong": away.argsort(descending=True)}
+            return {name: self._real(columns, rows) for name, rows in chosen.items()}
         order = columns["entropy"].argsort(descending=True)
         wrong = (columns["prediction"] != columns["target"]).nonzero()[:, 0]
         wrong = wrong[columns["confidence"][wrong].argsort(descending=True)]
@@ -282,8 +295,8 @@ class Bench:
     def _picture(self, raw: Tensor) -> dict[str, Any]:
         if self.data.kind == "image":
             return {"pixels": raw.tolist(), "features": None}
-        named = zip(self.data.features, raw.tolist(), strict=True)
-        return {"pixels": None, "features": dict(named)}
+        values = [float(value) for value in raw]
+        return {"pixels": None, "features": dict(zip(self.data.features, values, strict=True))}
 
 
 def _histogram(values: Tensor, top: float) -> list[int]:

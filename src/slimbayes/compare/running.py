@@ -168,7 +168,7 @@ def evaluate_run(
     chosen = dataclasses.replace(chosen, scaling=run.facts.scaling, target_scaling=run.facts.target_scaling)
     label = type(parse_method(one.method)).__name__
     config = CompareConfig(
-        data or one.data, data_options or one.data_options, one.network, (Contender(label, one.method),),
+        data or one.data, options, one.network, (Contender(label, one.method),),
         (one.training.seed,), draws or one.draws, shifts, max_test=max_test, training=one.training,
     )  # fmt: skip
     bench = Bench(config, chosen, data_root)

@@ -14,7 +14,7 @@ from torch import Tensor
 from slimbayes.data.base import DataError, Dataset
 from slimbayes.data.columns import read_table
 from slimbayes.data.files import need, npz_keys, read_npz
-from slimbayes.data.streams import SUFFIXES
+from slimbayes.data.streams import SUFFIXES, centre_crop, decode
 
 
 def read_inputs(
@@ -28,7 +28,8 @@ def read_inputs(
 
     Args:
         path: what to read.
-        facts: the data set that the model knows, or a mapping with its "kind", "shape" and "features".
+        facts: the data set that the model knows, or a mapping with its "kind", "shape" and "features"; with
+            "crop" images of any size are resized and cropped as ``stream`` does for testing.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "rows.csv"
@@ -47,7 +48,8 @@ def read_inputs(
             raise DataError(f"{path} is a folder; this model wants a table: a CSV, Parquet or .npz file")
         inputs, _ = read_table(path, features)
     else:
-        return _images(path, shape)
+        crop = not isinstance(facts, Dataset) and bool(facts.get("crop"))
+        return _images(path, shape, crop)
     return inputs, tuple(str(row + 1) for row in range(len(inputs)))
 
 
@@ -99,14 +101,19 @@ def check_shape(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> N
         raise DataError(f"{path}: it has no rows")
 
 
-def _images(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, tuple[str, ...]]:
+def _images(path: Path, shape: tuple[int, ...], crop: bool) -> tuple[Tensor, tuple[str, ...]]:
     if path.is_dir():
         files = sorted(f for f in path.iterdir() if f.suffix.lower() in SUFFIXES)
         if not files:
             raise DataError(f"{path}: no images ({', '.join(SUFFIXES)}) in this folder")
     else:
         files = [path]
-    return torch.stack([read_image(f, shape) for f in files]), tuple(f.name for f in files)
+    # Streamed sets have images of many sizes: the model learnt on their centres, and gets those here too.
+    images = [
+        centre_crop(decode(f.read_bytes(), str(f)), shape[-1]) if crop else read_image(f, shape)
+        for f in files
+    ]
+    return torch.stack(images), tuple(f.name for f in files)
 
 
 def read_image(path: Path, shape: tuple[int, ...] | None = None) -> Tensor:

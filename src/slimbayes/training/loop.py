@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -134,7 +135,9 @@ def fit(
     >>> result.step, result.history[-1]["nll"] < result.history[0]["nll"]
     (40, True)
     """
-    settings = dataclasses.replace(settings or Training(), **_known(overrides))
+    if not isinstance(settings, (Training, type(None))):
+        raise TypeError(f"settings is a slimbayes.training.Training, got {type(settings).__name__}")
+    settings = Training.from_dict({**(settings or Training()).to_dict(), **overrides})
     find_record(model)
     if fabric is None:
         fabric = make_fabric(settings)
@@ -151,20 +154,20 @@ def fit(
         return run.train(resume, progress and fabric.is_global_zero, label)
 
 
-def _known(overrides: dict[str, Any]) -> dict[str, Any]:
-    Training.from_dict(overrides)  # names an unknown setting
-    return overrides
-
-
 def _is_regression(data: Any) -> bool:
     return isinstance(data, Dataset) and data.task == "regression"
 
 
 @contextmanager
 def _private_randomness(device: torch.device) -> Iterator[None]:
-    """The loop seeds torch's generators at every step; the caller's states come back afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
+    """The loop seeds torch's generators, and numpy's and Python's for a loader; the caller's states come back."""
+    others = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        np.random.set_state(others[0])
+        random.setstate(others[1])
 
 
 class _Run:
@@ -279,7 +282,10 @@ class _Run:
         loss = likelihood + settings.kl_factor(self.step, self.steps) * divergence / self.source.num_data
         fabric.backward(loss)
         if settings.clip_norm is not None:
-            fabric.clip_gradients(self.objective, self.stepper, max_norm=settings.clip_norm)
+            # A norm that is not finite is left to the check of the loss, which names the step.
+            fabric.clip_gradients(
+                self.objective, self.stepper, max_norm=settings.clip_norm, error_if_nonfinite=False
+            )
         self.stepper.step()
         return torch.stack([loss.detach().float(), nll.detach().float(), divergence.detach().float()])
 

@@ -19,6 +19,26 @@ SCHEDULES = ("constant", "cosine", "steps")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
 
+def whole_number(value: object) -> bool:
+    """Whether a value from a file is an integer; true and false are none.
+
+    >>> whole_number(3), whole_number(True), whole_number(3.0)
+    (True, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def real_number(value: object) -> bool:
+    """Whether a value from a file is a finite number that a float can hold.
+
+    >>> real_number(0.5), real_number("0.5"), real_number(float("nan")), real_number(10**400)
+    (True, False, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 2**1000
+
+
 @dataclass(frozen=True)
 class Training:
     """Settings of ``sb.fit``. Times are in epochs, or in fractions of the whole run where said.
@@ -70,8 +90,8 @@ class Training:
     num_nodes: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("milestones",):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_types()
+        object.__setattr__(self, "milestones", tuple(self.milestones))
         for name, choices in (
             ("optimizer", OPTIMIZERS),
             ("schedule", SCHEDULES),
@@ -85,27 +105,39 @@ class Training:
         self._check_numbers()
         if self.weight_decay and self.optimizer != "adamw":
             raise ValueError(
-                f"weight_decay={self.weight_decay} goes with optimizer='adamw'; for {self.optimizer!r} give l2, "
-                f"the papers' coefficient of Σw² (l2={self.weight_decay / 2:g} is the same decay)"
+                f"weight_decay={self.weight_decay} goes with optimizer='adamw'; for {self.optimizer!r} set "
+                f"weight_decay=0 and give l2, the papers' coefficient of Σw² (l2={self.weight_decay / 2:g})"
             )
         if self.l2 and self.optimizer == "adamw":
             raise ValueError(f"l2={self.l2} goes with 'sgd' and 'adam'; for 'adamw' give weight_decay")
+
+    def _check_types(self) -> None:
+        """A file may hold anything: text, lists and nothing where numbers belong."""
+        for name in ("compile", "channels_last", "augment"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.accelerator, str):
+            raise ValueError(f"accelerator must be a name such as 'auto' or 'cpu', got {self.accelerator!r}")
+        if not (whole_number(self.seed) and abs(self.seed) < 2**63):
+            raise ValueError(f"seed must be a whole number of at most 63 bits, got {self.seed!r}")
+        if not isinstance(self.milestones, (list, tuple)) or not all(map(real_number, self.milestones)):
+            raise ValueError(f"milestones must be a list of numbers, got {self.milestones!r}")
 
     def _check_numbers(self) -> None:
         whole = ("epochs", "batch_size", "samples", "validate_every", "validation_samples", "log_every")
         for name in (*whole, "devices", "num_nodes", "steps", "checkpoint_every", "early_stopping"):
             value = getattr(self, name)
             optional = name in ("steps", "checkpoint_every", "early_stopping")
-            if not (optional and value is None) and not (isinstance(value, int) and value >= 1):
+            if not (optional and value is None) and not (whole_number(value) and value >= 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if not (isinstance(self.workers, int) and self.workers >= 0):
+        if not (whole_number(self.workers) and self.workers >= 0):
             raise ValueError(f"workers must be a whole number of at least 0, got {self.workers!r}")
         numbers = ("momentum", "weight_decay", "l2", "factor_lr_multiplier", "decay", "warmup", "kl_weight")
         for name in ("lr", *numbers, "kl_annealing", *(("clip_norm",) if self.clip_norm is not None else ())):
             value = getattr(self, name)
-            good = isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
-            if not good or (name in ("lr", "clip_norm") and value == 0):
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+            least = "above 0" if name in ("lr", "clip_norm") else "of at least 0"
+            if not real_number(value) or value < 0 or (value == 0 and least == "above 0"):
+                raise ValueError(f"{name} must be a finite number {least}, got {value!r}")
         if self.kl_annealing > 1 or not all(0 <= m <= 1 for m in self.milestones):
             raise ValueError(
                 f"kl_annealing={self.kl_annealing} and milestones={self.milestones} are fractions of the run, "
@@ -156,7 +188,7 @@ class Training:
         names = [item.name for item in dataclasses.fields(cls)]
         for key in values:
             if key not in names:
-                close = difflib.get_close_matches(key, names, 1)
+                close = difflib.get_close_matches(str(key), names, 1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
                 raise ValueError(f"unknown training setting {key!r}; {hint}")
         return cls(**values)

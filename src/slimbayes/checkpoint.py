@@ -6,22 +6,21 @@ by name in closed tables.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from slimbayes import priors
 from slimbayes.convert import all_or_nothing, bayesianize
+from slimbayes.files import write_whole
 from slimbayes.layers.dropout import ACTIVE
 from slimbayes.methods import METHODS, DeepEnsemble, Deterministic, MCDropout, Method
 from slimbayes.record import ATTRIBUTE, Record, find_record, unwrap
@@ -67,19 +66,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         "aliases": aliases,
     }
     header["sha256"] = _digest(header, tensors)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".partial")
-    os.close(handle)
-    try:
-        save_file(tensors, name, metadata={HEADER: json.dumps(header)})
-        with open(name, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    write_whole(path, serialize(tensors, metadata={HEADER: json.dumps(header)}))
 
 
 def load(network: Network, path: str | os.PathLike[str]) -> Network:

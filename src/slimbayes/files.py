@@ -10,13 +10,12 @@ from pathlib import Path
 SUFFIX = ".partial"
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Write a file so that a reader sees the old content or the new one, never a part.
+def write_whole(path: str | os.PathLike[str], content: bytes | str) -> Path:
+    """Write a file so that a reader sees the old content or the new one, never a part; returns its path.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
-    >>> write_whole(path, "whole")
-    >>> path.read_text()
+    >>> write_whole(path, "whole").read_text()
     'whole'
     """
     target = Path(path)
@@ -32,3 +31,4 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
+    return target

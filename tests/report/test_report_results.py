@@ -67,7 +67,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError("disk full")
 
-    monkeypatch.setattr("slimbayes.report.results.os.replace", fail)
+    monkeypatch.setattr("slimbayes.files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_results(small(seeds=1), path)
     assert path.read_bytes() == old

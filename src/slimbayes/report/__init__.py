@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slimbayes.files import write_whole
 from slimbayes.report.check import ReportError
 from slimbayes.report.figures import write_figures
 from slimbayes.report.page import page_html
@@ -24,7 +25,6 @@ from slimbayes.report.results import (
     merge_results,
     read_results,
     write_results,
-    write_whole,
 )
 from slimbayes.report.statistics import Stat, verdict
 from slimbayes.report.tables import markdown_summary, print_summary, summary_rows

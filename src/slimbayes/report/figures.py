@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slimbayes.files import write_whole
 from slimbayes.report.curves import by_shift, difference, severities, training
 from slimbayes.report.panels import Plot, compose, render, styles
 from slimbayes.report.regression import coverage, fits
-from slimbayes.report.results import Results, write_whole
+from slimbayes.report.results import Results
 from slimbayes.report.tables import csv_summary, to_csv
 from slimbayes.report.uncertainty import disagreement, entropies, reliability
 

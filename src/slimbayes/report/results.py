@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slimbayes.files import write_whole
 from slimbayes.report.check import ReportError, check, fail
 
 
@@ -127,23 +126,6 @@ def rounded(value: Any, digits: int = 6) -> Any:
     if isinstance(value, list):
         return [rounded(item, digits) for item in value]
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
-
-
-def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write a file so that it is there whole or not at all: a temporary name in the same folder, then a rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        mask = os.umask(0)  # mkstemp makes private files; a report has the rights of any new file
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
 
 
 def write_results(results: Mapping[str, Any] | Results, path: str | Path) -> Path:

@@ -16,7 +16,6 @@ from slimbayes.config import CompareConfig, Contender, RunConfig
 from slimbayes.data import (
     Batches,
     Dataset,
-    OutOfDistribution,
     Shift,
     Split,
     out_of_distribution,
@@ -45,7 +44,9 @@ class Bench:
         self.config, self.data = config, data
         self.test = data.test if config.max_test is None else data.test[: config.max_test]
         self.shifts: tuple[Shift, ...] = shifts_for(data, config.shifts, root=data_root)
-        self.ood: OutOfDistribution | None = out_of_distribution(data, data_root)
+        ood = out_of_distribution(data, data_root)
+        # As many as there are test examples: AUROC and AUPR compare the two, and SVHN has 26,032.
+        self.ood = None if ood is None else dataclasses.replace(ood, inputs=ood.inputs[: len(self.test)])
         self.network = default_network(data.shape) if config.network == "auto" else config.network
         self.fingerprint = data.fingerprint()
         places = [(shift.name, severity) for shift in self.shifts for severity in config.severities]
@@ -246,7 +247,8 @@ class Bench:
             return None
         inputs = self.data.test.inputs[:, 0]
         order = inputs.argsort()
-        return np.interp(x, inputs[order], torch.tensor(truth)[order]).tolist()  # type: ignore[no-any-return]
+        values: list[float] = np.asarray(np.interp(x, inputs[order], torch.tensor(truth)[order])).tolist()
+        return values
 
     def _examples(self, run: Run, clean: Evaluation) -> dict[str, list[dict[str, Any]]]:
         columns = clean.examples

@@ -9,6 +9,7 @@ import hashlib
 import json
 import multiprocessing
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +99,11 @@ def _together(
         waiting = {pool.submit(_work, seed, contenders[label]): (seed, label) for seed, label in order}
         for done in concurrent.futures.as_completed(waiting):
             yield waiting[done], done.result()
+    except BaseException:
+        # Else an interrupted comparison would wait for runs that are in progress or about to start.
+        for process in list((getattr(pool, "_processes", None) or {}).values()):
+            process.terminate()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -107,6 +113,7 @@ _bench: Bench | None = None  # of a process that works for another
 
 def _prepare(config: CompareConfig, data_root: str | None) -> None:
     global _bench
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     torch.set_num_threads(1)
     _bench = Bench(config, load_data(config.data, root=data_root, **config.data_options), data_root)
 

@@ -20,7 +20,7 @@ from slimbayes.checkpoint import CheckpointError
 from slimbayes.data import Dataset
 from slimbayes.draws import draw
 from slimbayes.evaluate import evaluate
-from slimbayes.likelihoods import Categorical, Gaussian, Likelihood
+from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError
 from slimbayes.objective import elbo
 from slimbayes.record import find_record, unwrap
 from slimbayes.training.monitor import History, Progress, Row, tensorboard
@@ -125,7 +125,8 @@ def fit(
     ``early_stopping`` the weights of the best validation NLL are put back at the end. ``settings`` is a
     ``Training``; single ones may be given by name: ``sb.fit(model, data, epochs=10, lr=0.01)``. With a ``folder``
     the run writes its state and history there and ``resume=True`` goes on where it stopped, to the same weights.
-    ``callback(step, row)`` is called with every row of history.
+    A row of history holds the means over the steps since the row before; there is one every ``log_every`` steps
+    and at the end of an epoch. ``callback(step, row)`` is called with each.
 
     >>> import slimbayes as sb
     >>> _ = torch.manual_seed(0)
@@ -207,7 +208,7 @@ class _Run:
             objective = torch.compile(objective)  # type: ignore[assignment]
         self.objective, self.stepper = fabric.setup(objective, self.optimizer)
         self.step = 0
-        self.sums = torch.zeros(3, dtype=torch.float64)  # of loss, nll and KL over the running epoch
+        self.sums = torch.zeros(4, dtype=torch.float64)  # of loss, nll, KL and 1 since the last row
         self.best: Row = {}
         self.best_tensors: dict[str, Tensor] = {}
         self.waited = 0
@@ -262,9 +263,7 @@ class _Run:
                 if bar is not None:
                     bar.show(self.step, _short(last, self.source.num_data), rate)
                 if ended or logs:
-                    self._log(last, epoch, rate, ended)
-            if ended:
-                self.sums.zero_()
+                    self._log(epoch, rate, ended)
             if due:
                 self._save()
             if ended or self.done:
@@ -278,7 +277,10 @@ class _Run:
         torch.manual_seed(mixed_seed(settings.seed, 1, self.step, fabric.global_rank))
         inputs, targets = fabric.to_device(batch)
         self.stepper.zero_grad()
-        likelihood, nll, divergence = self.objective(inputs, targets)
+        try:
+            likelihood, nll, divergence = self.objective(inputs, targets)
+        except NotFiniteError as error:
+            raise self._diverged(self.step + 1, str(error).partition(":")[0]) from error
         loss = likelihood + settings.kl_factor(self.step, self.steps) * divergence / self.source.num_data
         fabric.backward(loss)
         if settings.clip_norm is not None:
@@ -290,7 +292,7 @@ class _Run:
         return torch.stack([loss.detach().float(), nll.detach().float(), divergence.detach().float()])
 
     def _collect(self, pending: list[Tensor]) -> Tensor:
-        """Add the steps' figures to the epoch's sums, averaged over the processes; returns the last step's."""
+        """Add the steps' figures to the sums, averaged over the processes; returns the last step's."""
         figures = torch.stack(pending).double()  # [steps, 3]
         if self.fabric.world_size > 1:
             figures = self.fabric.all_reduce(figures, reduce_op="mean")
@@ -299,20 +301,24 @@ class _Run:
         if len(bad):
             at = self.step - len(figures) + int(bad[0]) + 1
             loss, nll, divergence = figures[int(bad[0])].tolist()
-            kept = f"the last state in {str(self.folder)!r} is whole" if self.folder else "nothing was saved"
-            raise TrainingError(
-                f"the loss is not finite at step {at} (loss {loss}, nll {nll}, KL {divergence}): lower lr="
-                f"{self.settings.lr:g}, set clip_norm, or look for extreme inputs; {kept}"
-            )
-        self.sums += figures.sum(0)
+            raise self._diverged(at, f"loss {loss}, nll {nll}, KL {divergence}")
+        self.sums[:3] += figures.sum(0)
+        self.sums[3] += len(figures)
         return figures[-1]
+
+    def _diverged(self, step: int, figures: str) -> TrainingError:
+        kept = f"the last state in {str(self.folder)!r} is whole" if self.folder else "nothing was saved"
+        return TrainingError(
+            f"the loss is not finite at step {step} ({figures}): lower lr={self.settings.lr:g}, set clip_norm, or "
+            f"look for extreme inputs; {kept}"
+        )
 
     def _global_batch(self, batch: Batch) -> int:
         return len(batch[1]) * int(self.fabric.world_size)
 
-    def _log(self, last: Tensor, epoch: int, rate: float, ended: bool) -> None:
-        in_epoch = self.step - epoch * self.per_epoch
-        loss, nll, divergence = ((self.sums / in_epoch) if ended else last).tolist()
+    def _log(self, epoch: int, rate: float, ended: bool) -> None:
+        loss, nll, divergence = (self.sums[:3] / self.sums[3]).tolist()
+        self.sums.zero_()
         step = self.step - 1
         row: Row = {
             "step": self.step,

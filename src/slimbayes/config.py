@@ -75,7 +75,9 @@ CONTENDERS: tuple[Contender, ...] = (
     Contender("Deterministic", "Deterministic()"),
     # Random signs set the components apart, and this prior holds both signs to be as likely: the default,
     # N(1, 0.1²), pulls all components into one where data are few.
-    Contender("Rank1", "Rank1(components=4, random_sign_init=0.5, prior=Normal(0.0, 1.0))", {"kl_weight": 0.03}),
+    Contender(
+        "Rank1", "Rank1(components=4, random_sign_init=0.5, prior=Normal(0.0, 1.0))", {"kl_weight": 0.03}
+    ),
     Contender("BatchEnsemble", "BatchEnsemble(components=4, random_sign_init=0.5)"),
     Contender("KTied", "KTied(rank=2)", {"kl_weight": 0.01}),
     Contender("EMP", "EMP(components=5)"),

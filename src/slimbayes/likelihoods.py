@@ -303,6 +303,10 @@ def _sum_rows(values: Tensor) -> Tensor:
     return values.flatten(2).sum(2) if values.ndim > 2 else values  # [D, B, ...] to [D, B]
 
 
+class NotFiniteError(ValueError):
+    """Outputs of a network that are NaN or infinite."""
+
+
 def _check_types(draws: object, targets: object, likelihood: Likelihood, axes: int) -> None:
     if not isinstance(draws, Tensor) or not draws.is_floating_point():
         kind = draws.dtype if isinstance(draws, Tensor) else type(draws).__name__
@@ -316,7 +320,7 @@ def _check_types(draws: object, targets: object, likelihood: Likelihood, axes: i
         )
     if not torch.compiler.is_compiling() and not torch.isfinite(draws).all():
         bad = draws.numel() - int(torch.isfinite(draws).sum())
-        raise ValueError(
+        raise NotFiniteError(
             f"{bad} of {draws.numel()} elements of draws {list(draws.shape)} are NaN or infinite: if training"
             " diverged, lower the learning rate or clip gradients; mask classes with finite logits, say -1e4"
         )

@@ -25,6 +25,7 @@ from slimbayes.record import find_record
 from slimbayes.specs import network_builder, parse_method
 from slimbayes.summary import summary
 from slimbayes.training import FitResult, fit, mixed_seed
+from slimbayes.training.settings import whole_number
 
 FORMAT = "slimbayes-run"
 MODEL, FACTS, CONFIG = "model.safetensors", "run.json", "config.yaml"
@@ -74,7 +75,23 @@ class Facts:
             if values[name] is not None:
                 entry = values[name]
                 values[name] = Scaling(tuple(entry["mean"]), tuple(entry["std"]), entry["unit"])
-        return cls(**values)
+        facts = cls(**values)
+        facts._check()
+        return facts
+
+    def _check(self) -> None:
+        regression = self.task == "regression"
+        names = (*self.classes, *self.features, *self.outputs)
+        if not (
+            self.task in ("classification", "regression")
+            and self.kind in ("image", "table")
+            and all(whole_number(size) and size > 0 for size in self.shape)
+            and isinstance(self.scaling, Scaling)
+            and isinstance(self.target_scaling, Scaling) == regression
+            and all(isinstance(name, str) for name in names)
+            and bool(self.outputs if regression else self.classes)
+        ):
+            raise ValueError(f"facts that do not fit together: {self}")
 
 
 @dataclass
@@ -168,7 +185,8 @@ def train_run(
 def _precision(likelihood: Likelihood) -> float | None:
     if not isinstance(likelihood, Gaussian):
         return None
-    return math.exp(float(likelihood.log_precision))  # in float64: its logarithm is the same float32 again
+    # In float64: the logarithm of what is written is the same float32 again.
+    return math.exp(float(likelihood.log_precision.detach()))
 
 
 def load_run(folder: str | Path, network: str | None = None) -> Run:
@@ -180,7 +198,11 @@ def load_run(folder: str | Path, network: str | None = None) -> Run:
             raise CheckpointError(f"{str(folder / FACTS)!r} is of another format: update slimbayes")
         config = from_dict(RunConfig, content["config"])
         facts = Facts.from_dict(content["facts"])
-        precision = content["precision"]
+        likelihood = (
+            Categorical()
+            if facts.task == "classification"
+            else Gaussian(precision=content["precision"], learn="fixed")
+        )
     except FileNotFoundError:
         unfinished = (folder / CONFIG).exists()
         why = (
@@ -193,12 +215,11 @@ def load_run(folder: str | Path, network: str | None = None) -> Run:
         raise
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{str(folder / FACTS)!r} is damaged ({error!r}): train again") from error
+    if not (folder / MODEL).is_file():
+        raise CheckpointError(f"the weights of {str(folder)!r} are gone ({MODEL} is missing): train again")
     if network is not None:
         config = dataclasses.replace(config, network=network)
     with torch.random.fork_rng(devices=[]):
         builder = network_builder(config.network, allow_code=network is not None)
         model = load(builder(facts.shape, facts.num_outputs), folder / MODEL)
-    likelihood = (
-        Categorical() if facts.task == "classification" else Gaussian(precision=precision, learn="fixed")
-    )
     return Run(model.eval(), config, facts, likelihood)

@@ -115,8 +115,9 @@ def _value(node: ast.expr) -> Any:
 
 
 def _options(call: ast.Call) -> dict[str, Any]:
-    if any(keyword.arg is None for keyword in call.keywords):
-        raise ValueError("options are written by name, not as **mapping")
+    names = [keyword.arg for keyword in call.keywords]
+    if None in names or len(set(names)) < len(names):
+        raise ValueError("options are written by name, each once")
     return {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
 
 

@@ -116,7 +116,10 @@ class Batches:
         inputs, targets = self.split.inputs[rows], self.split.targets[rows]
         if self.augment:
             inputs = augmented(inputs, self.augment, words, self.pad)
-        inputs = inputs.float() if self.scaling is None else self.scaling(inputs)
+        if self.scaling is not None:
+            inputs = self.scaling(inputs)
+        elif inputs.dtype is torch.uint8:  # pixels; whole numbers of other types are indices, and stay so
+            inputs = inputs.float()
         if self.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         if self.target_scaling is not None:

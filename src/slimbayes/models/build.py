@@ -116,7 +116,7 @@ def default_network(shape: Shape) -> str:
     ('dense', 'wrn', 'dense', 'dense(hidden=(100, 100), norm=False)')
     """
     if len(shape) == 3 and shape[-1] >= 64:
-        return "resnet18"
+        return "resnet18" if shape[0] == 3 else "wrn"
     if len(shape) == 3 and shape[0] == 3 and shape[-1] >= 16:
         return "wrn"
     return "dense" if math.prod(shape) > 2 else "dense(hidden=(100, 100), norm=False)"

@@ -134,6 +134,7 @@ def make_source(
             data, min(settings.batch_size, len(data)), scaling=scaling, target_scaling=target_scaling,
             seed=settings.seed, shuffle=train, augment=augment, rank=rank, world=world,
             drop_last=train, device=device,
+            channels_last=settings.channels_last,
         )  # fmt: skip
     if isinstance(data, StreamedDataset):
         return data.batches(

@@ -16,6 +16,9 @@ from slimbayes.report import read_results, write_report, write_results
 from slimbayes.runs import make_model, train_run
 from slimbayes.training import Training, TrainingError, fit
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
 WINE = CompareConfig(
     data="wine",
     network="dense(hidden=[8])",

@@ -2,7 +2,6 @@
 
 import doctest
 import importlib.util
-import runpy
 import sys
 from pathlib import Path
 

@@ -185,10 +185,9 @@ class TestDistribution:
     @pytest.mark.parametrize("layout", ["elements", "examples", "samples"])
     def test_kolmogorov_smirnov(self, kind, layout):
         count = 200_000
-        if layout == "elements":
-            values = noise(kind, shape=(count,))
-        else:  # one element each: every number comes from a counter of its own
-            values = noise(kind, **{layout: torch.arange(count)})
+        # Except for "elements", one element each: every number comes from a counter of its own.
+        options = {"shape": (count,)} if layout == "elements" else {layout: torch.arange(count)}
+        values = noise(kind, **options)
         assert stats.kstest(values.flatten().double().numpy(), self.LAWS[kind].cdf).pvalue > LEAST_P
 
     def test_kolmogorov_smirnov_far_out(self):

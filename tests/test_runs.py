@@ -19,6 +19,8 @@ from slimbayes.runs import Facts, _precision, load_run, make_model, samples_for,
 from slimbayes.specs import SpecError
 from slimbayes.training import Training
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 TRAINING = Training(epochs=3, lr=0.02, batch_size=31)
 WINE = RunConfig("wine", {}, "dense(hidden=[8])", "Rank1(components=2)", None, 6, TRAINING)
 DIABETES = RunConfig("diabetes", {}, "dense(hidden=[8])", "MeanField(stddev_init=0.1)", 0.2, 5, TRAINING)

@@ -50,7 +50,7 @@ def predict_table(
         raise ValueError(f"level={level!r} must lie between 0 and 1, as in 0.9")
     found = predict(
         run.model,
-        run.facts.scaling(inputs),
+        run.prepared(inputs),
         samples=run.samples,
         seed=seed,
         likelihood=run.likelihood,

@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return found | {"torch": torch.__version__}  # with the build, which the metadata may leave out
 
 
 def hardware() -> str:

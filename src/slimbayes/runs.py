@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slimbayes.checkpoint import CheckpointError, load, save
 from slimbayes.config import RunConfig, from_dict, write_config
@@ -104,6 +104,15 @@ class Run:
     likelihood: Likelihood
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def prepared(self, raw: Tensor) -> Tensor:
+        """Raw inputs as the model takes them, on its device."""
+        return self.facts.scaling(raw.to(self.device))
+
+    @property
     def samples(self) -> int:
         """Samples per component that give the configuration's number of draws."""
         return samples_for(self.model, self.config.draws)
@@ -189,8 +198,11 @@ def _precision(likelihood: Likelihood) -> float | None:
     return math.exp(float(likelihood.log_precision.detach()))
 
 
-def load_run(folder: str | Path, network: str | None = None) -> Run:
-    """A trained model from its folder. No code runs but slimbayes' own, unless ``network`` names some."""
+def load_run(folder: str | Path, network: str | None = None, device: str | None = None) -> Run:
+    """A trained model from its folder, on a GPU if there is one and ``device`` does not say otherwise.
+
+    No code runs but slimbayes' own, unless ``network`` names some.
+    """
     folder = Path(folder)
     try:
         content = json.loads((folder / FACTS).read_text(encoding="utf-8"))
@@ -222,4 +234,5 @@ def load_run(folder: str | Path, network: str | None = None) -> Run:
     with torch.random.fork_rng(devices=[]):
         builder = network_builder(config.network, allow_code=network is not None)
         model = load(builder(facts.shape, facts.num_outputs), folder / MODEL)
-    return Run(model.eval(), config, facts, likelihood)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return Run(model.eval().to(where), config, facts, likelihood)

@@ -15,6 +15,8 @@ import slimbayes as sb
 from slimbayes.config import CompareConfig, RunConfig, from_dict, read_config
 from slimbayes.report import read_results
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 COMMANDS = ("compare", "train", "evaluate", "predict", "report", "info")
 TINY = (
     "--data", "wine", "--network", "dense(hidden=[8])", "--seeds", "2", "--epochs", "3", "--batch-size", "31",

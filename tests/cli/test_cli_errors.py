@@ -14,6 +14,8 @@ from slimbayes.config import RunConfig
 from slimbayes.runs import train_run
 from slimbayes.training import Training
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 
 @pytest.fixture
 def slimbayes(monkeypatch, capsys):

@@ -19,6 +19,8 @@ from slimbayes.training import Training, TrainingError, mixed_seed
 from slimbayes.training import monitor as monitoring
 from slimbayes.training.monitor import Progress
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 QUIET = {"progress": False, "log_every": 1}
 
 

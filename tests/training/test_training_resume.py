@@ -18,6 +18,8 @@ import slimbayes as sb
 from slimbayes.training import TrainingError
 from slimbayes.training.state import read_state, write_state
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 ROOT = Path(__file__).parents[2]
 COMMAND = (
     "train",

@@ -69,6 +69,9 @@ SaveConfig = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the configuration and stop.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress line.")]
+OnDevice = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps; default: a GPU if there is one.")
+]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of torch.")]
 
 

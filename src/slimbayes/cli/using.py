@@ -44,6 +44,7 @@ def evaluate(
     ] = None,
     data_root: o.DataRoot = None,
     data_option: o.DataOption = None,
+    device: o.OnDevice = None,
     threads: o.Threads = None,
 ) -> None:
     """Measure a trained model on its test data, clean and shifted."""
@@ -52,7 +53,7 @@ def evaluate(
     from slimbayes.runs import load_run
 
     o.set_threads(threads)
-    loaded = load_run(run, network)
+    loaded = load_run(run, network, device)
     results = evaluate_run(
         loaded,
         run,
@@ -114,6 +115,7 @@ def predict(
             "--network", help="Needed if the run has a network of your own: package.module:function."
         ),
     ] = None,
+    device: o.OnDevice = None,
     threads: o.Threads = None,
 ) -> None:
     """Predict new data: probabilities or means, entropy, mutual information, intervals."""
@@ -124,7 +126,7 @@ def predict(
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"--out {str(out)!r}: give a name that ends in one of {', '.join(SUFFIXES)}")
     o.set_threads(threads)
-    loaded = load_run(run, network)
+    loaded = load_run(run, network, device)
     if draws is not None:
         loaded.config = dataclasses.replace(loaded.config, draws=draws)
     raw, names = read_inputs(inputs, loaded.facts.to_dict())

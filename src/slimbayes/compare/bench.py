@@ -146,8 +146,7 @@ class Bench:
         start = time.monotonic()
         clean = self._assess(run, self.test)
         seconds = time.monotonic() - start
-        device = next(run.model.parameters()).device
-        shifted = {place: self._assess(run, self.shifted(place, device)) for place in self.places}
+        shifted = {place: self._assess(run, self.shifted(place, run.device)) for place in self.places}
         by_shift: dict[str, dict[str, Any]] = {}
         for (name, severity), evaluation in shifted.items():
             by_shift.setdefault(name, {})[str(severity)] = evaluation.compute()
@@ -222,7 +221,7 @@ class Bench:
         scaling = self.data.target_scaling
         assert scaling is not None
         found = predict(
-            run.model, self.data.scaling(x), samples=samples_for(run.model, self.config.draws), noise="shared",
+            run.model, run.prepared(x), samples=samples_for(run.model, self.config.draws), noise="shared",
             seed=EVALUATION_SEED, likelihood=run.likelihood,
         )  # fmt: skip
         lower, upper = found.interval(0.9)
@@ -268,7 +267,7 @@ class Bench:
         # The same noise as in the evaluation: it is keyed by the example's place in the test data.
         probabilities = [
             predict(
-                run.model, self.data.scaling(raw[i : i + 1]), samples=samples_for(run.model, self.config.draws),
+                run.model, run.prepared(raw[i : i + 1]), samples=samples_for(run.model, self.config.draws),
                 noise="shared", seed=EVALUATION_SEED, first_example=int(row),
             ).mean[0]
             for i, row in enumerate(rows)

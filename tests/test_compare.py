@@ -248,7 +248,9 @@ def test_without_resume_everything_is_trained(wine, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_give_the_same_numbers(wine):
-    assert strip(run_it(WINE, jobs=2)) == strip(wine[0])
+    training = dataclasses.replace(WINE.training, accelerator="cpu")  # the other processes may see a GPU
+    found = strip(run_it(dataclasses.replace(WINE, training=training), jobs=2))
+    assert found["methods"] == strip(wine[0])["methods"]
 
 
 @pytest.mark.slow

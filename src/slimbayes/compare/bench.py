@@ -32,7 +32,7 @@ from slimbayes.summary import summary
 from slimbayes.training import Training, fit
 
 EVALUATION_SEED = 7
-_EXAMPLES = 8
+_EXAMPLES = 6  # a row of the page
 _BINS = 20
 _MOST_KEPT = 512 * 2**20  # bytes of shifted test data
 

@@ -1,8 +1,9 @@
 """The training loop and its settings."""
 
-from slimbayes.training.loop import FitResult, Objective, TrainingError, fit, make_fabric
+from slimbayes.training.loop import FitResult, fit
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Source, hold_out, make_source, mixed_seed
+from slimbayes.training.step import Objective, TrainingError, make_fabric
 
 __all__ = [
     "FitResult",

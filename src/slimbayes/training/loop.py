@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slimbayes.checkpoint import CheckpointError
 from slimbayes.data import Dataset
-from slimbayes.draws import draw
 from slimbayes.evaluate import evaluate
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError
-from slimbayes.objective import elbo
 from slimbayes.record import find_record, unwrap
+from slimbayes.training.keeping import STATE, keep, put_weights, take_up, weights_of
 from slimbayes.training.monitor import History, Progress, Row, tensorboard
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Batch, Source, hold_out, make_source, mixed_seed
-from slimbayes.training.state import (
-    optimizer_tensors,
-    read_state,
-    remove_partial,
-    restore_optimizer,
-    write_state,
-)
+from slimbayes.training.state import remove_partial
+from slimbayes.training.step import Objective, TrainingError, make_fabric, private_randomness
 
-STATE = "training.safetensors"
 Callback = Callable[[int, Row], None]
-
-
-class TrainingError(RuntimeError):
-    """Training that cannot go on, with the step and the remedy."""
 
 
 @dataclass
@@ -52,54 +38,6 @@ class FitResult:
     seconds: float
     stopped_early: bool = False
     best: Row = field(default_factory=dict)
-
-
-class Objective(nn.Module):
-    """One forward pass of the loss: draws, their nll and the KL, apart from its weight.
-
-    As one module, so that Fabric's precision, DistributedDataParallel and torch.compile see the whole step.
-    """
-
-    def __init__(self, model: nn.Module, likelihood: Likelihood, num_data: int, settings: Training) -> None:
-        super().__init__()
-        self.model = model
-        self.likelihood = likelihood
-        self.num_data = num_data
-        self.samples, self.noise, self.reduction = settings.samples, settings.noise, settings.reduction
-
-    def forward(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(nll with the gradients of learned mixing, nll, KL)."""
-        options: dict[str, Any] = {"samples": self.samples, "noise": self.noise}
-        if isinstance(inputs, dict):
-            draws = draw(self.model, **inputs, **options)
-        elif isinstance(inputs, (tuple, list)):
-            draws = draw(self.model, *inputs, **options)
-        else:
-            draws = draw(self.model, inputs, **options)
-        draws = getattr(draws, "logits", draws)
-        result = elbo(
-            draws, targets, self.model, self.num_data, self.likelihood, self.reduction, kl_weight=0.0
-        )
-        return result.loss, result.nll, result.kl
-
-
-def make_fabric(settings: Training) -> Any:
-    """Lightning Fabric as the settings ask: accelerator, devices, precision; DDP for several processes."""
-    try:
-        from lightning.fabric import Fabric
-    except ImportError as error:
-        raise ImportError(
-            "training runs on Lightning Fabric, which is not installed: pip install 'slimbayes[train]'"
-        ) from error
-
-    several = settings.devices * settings.num_nodes > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return Fabric(
-        accelerator=settings.accelerator,
-        devices=settings.devices,
-        num_nodes=settings.num_nodes,
-        precision=settings.precision,
-        strategy="ddp" if several else "auto",
-    )
 
 
 def fit(
@@ -150,8 +88,8 @@ def fit(
     if resume and folder is None:
         raise ValueError("resume=True needs the folder in which the run wrote its state")
     likelihood = likelihood or (Gaussian() if _is_regression(data) else Categorical())
-    run = _Run(model, data, settings, validation, likelihood, num_data, folder, fabric, callback)
-    with _private_randomness(fabric.device):
+    run = Run(model, data, settings, validation, likelihood, num_data, folder, fabric, callback)
+    with private_randomness(fabric.device):
         return run.train(resume, progress and fabric.is_global_zero, label)
 
 
@@ -159,19 +97,7 @@ def _is_regression(data: Any) -> bool:
     return isinstance(data, Dataset) and data.task == "regression"
 
 
-@contextmanager
-def _private_randomness(device: torch.device) -> Iterator[None]:
-    """The loop seeds torch's generators, and numpy's and Python's for a loader; the caller's states come back."""
-    others = np.random.get_state(), random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        np.random.set_state(others[0])
-        random.setstate(others[1])
-
-
-class _Run:
+class Run:
     """The state of one call of ``fit``."""
 
     def __init__(
@@ -210,14 +136,14 @@ class _Run:
         self.step = 0
         self.sums = torch.zeros(4, dtype=torch.float64)  # of loss, nll, KL and 1 since the last row
         self.best: Row = {}
-        self.best_tensors: dict[str, Tensor] = {}
+        self.best_weights: dict[str, Tensor] = {}
         self.waited = 0
         self.done = False
         self.earlier = 0.0  # seconds that the run had taken when it was interrupted
         self.clock = time.monotonic()
 
     def train(self, resume: bool, progress: bool, label: str) -> FitResult:
-        rows = self._restore() if resume else []
+        rows = take_up(self) if resume else []
         writes = self.folder is not None and self.fabric.is_global_zero
         if writes and self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -234,15 +160,15 @@ class _Run:
         with bar.live() if progress else nullcontext():
             while self.step < self.steps and not self.done:
                 self._epoch(bar if progress else None)
-        if self.best_tensors:
-            self.model.load_state_dict(self.best_tensors)
+        if self.best_weights:
+            put_weights(self, self.best_weights)
         self.model.eval()
         if self.logger is not None:
             self.logger.finalize("success")
         epoch = math.ceil(self.step / self.per_epoch)
-        return FitResult(self.history.rows, self.step, epoch, self._seconds(), self.done, self.best)
+        return FitResult(self.history.rows, self.step, epoch, self.seconds(), self.done, self.best)
 
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
         return self.earlier + time.monotonic() - self.clock
 
     def _epoch(self, bar: Progress | None) -> None:
@@ -265,7 +191,7 @@ class _Run:
                 if ended or logs:
                     self._log(epoch, rate, ended)
             if due:
-                self._save()
+                keep(self)
             if ended or self.done:
                 return
 
@@ -360,7 +286,7 @@ class _Run:
         if not self.best or row["validation_nll"] < self.best["validation_nll"]:
             self.best, self.waited = {"step": self.step, **row}, 0
             if self.settings.early_stopping is not None:
-                self.best_tensors = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+                self.best_weights = {k: v.detach().clone() for k, v in weights_of(self).items()}
         else:
             self.waited += 1
         patience = self.settings.early_stopping
@@ -370,63 +296,6 @@ class _Run:
     def _checkpoint_due(self, ended: bool) -> bool:
         every = self.settings.checkpoint_every
         return self.folder is not None and (ended or (every is not None and self.step % every == 0))
-
-    def _save(self) -> None:
-        if self.folder is None or not self.fabric.is_global_zero:
-            return
-        tensors, scalars = optimizer_tensors(self.optimizer)
-        tensors |= {f"model.{k}": v for k, v in self.model.state_dict().items()}
-        tensors |= {f"likelihood.{k}": v for k, v in self.likelihood.state_dict().items()}
-        tensors |= {f"best.{k}": v for k, v in self.best_tensors.items()}
-        tensors["sums"] = self.sums
-        tensors["mixing_baseline"] = find_record(self.model).baseline
-        facts = {
-            "step": self.step, "settings": self._fixed(), "num_data": self.source.num_data,
-            "per_epoch": self.per_epoch, "optimizer": scalars, "best": self.best, "waited": self.waited,
-            "done": self.done, "seconds": self._seconds(), "history": self.history.rows,
-        }  # fmt: skip
-        write_state(self.folder / STATE, tensors, facts)
-
-    def _fixed(self) -> dict[str, Any]:
-        """The settings that a resumed run must share."""
-        free = ("devices", "num_nodes", "accelerator", "log_every", "checkpoint_every", "compile", "workers")
-        return {name: value for name, value in self.settings.to_dict().items() if name not in free}
-
-    def _restore(self) -> list[Row]:
-        """Go on from the folder's state, if there is one."""
-        assert self.folder is not None
-        path = self.folder / STATE
-        if not path.exists():
-            return []
-        tensors, facts = read_state(path)
-        now = {"settings": self._fixed(), "num_data": self.source.num_data, "per_epoch": self.per_epoch}
-        for key, value in now.items():
-            if facts[key] != value:
-                raise CheckpointError(
-                    f"cannot resume from {str(path)!r}: {_difference(facts[key], value, key)}"
-                )
-        self.model.load_state_dict(_part(tensors, "model."))
-        self.likelihood.load_state_dict(_part(tensors, "likelihood."))
-        restore_optimizer(self.optimizer, tensors, facts["optimizer"])
-        self.best_tensors = {k: v.to(self.fabric.device) for k, v in _part(tensors, "best.").items()}
-        self.sums = tensors["sums"]
-        find_record(self.model).baseline = tensors["mixing_baseline"].to(self.fabric.device)
-        self.step, self.best, self.waited, self.done = (facts[k] for k in ("step", "best", "waited", "done"))
-        self.earlier = facts["seconds"]
-        rows: list[Row] = facts["history"]
-        return rows
-
-
-def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _difference(saved: Any, now: Any, what: str) -> str:
-    if not isinstance(saved, dict):
-        return f"it was trained with {what}={saved}, now it is {now}"
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-    parts = ", ".join(f"{n}={saved.get(n)!r} (now {now.get(n)!r})" for n in names)
-    return f"it was trained with {parts}; use the same settings, or another folder for a new run"
 
 
 def _short(figures: Tensor, num_data: int) -> str:

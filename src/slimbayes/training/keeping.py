@@ -1,0 +1,93 @@
+"""What a run keeps on disk, so that a resumed one goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from slimbayes.checkpoint import CheckpointError
+from slimbayes.record import find_record
+from slimbayes.training.monitor import Row
+from slimbayes.training.settings import Training
+from slimbayes.training.state import optimizer_tensors, read_state, restore_optimizer, write_state
+
+if TYPE_CHECKING:
+    from slimbayes.training.loop import Run
+
+STATE = "training.safetensors"
+# A resumed run may differ in these: they do not change what is computed.
+FREE = ("devices", "num_nodes", "accelerator", "log_every", "checkpoint_every", "compile", "workers")
+
+
+def keep(run: Run) -> None:
+    """Write the state of the run to its folder, whole or not at all; the first process does."""
+    if run.folder is None or not run.fabric.is_global_zero:
+        return
+    tensors, scalars = optimizer_tensors(run.optimizer)
+    tensors |= weights_of(run)
+    tensors |= {f"best.{name}": value for name, value in run.best_weights.items()}
+    tensors["sums"] = run.sums
+    tensors["mixing_baseline"] = find_record(run.model).baseline
+    facts = {
+        "step": run.step, "settings": _fixed(run.settings), "num_data": run.source.num_data,
+        "per_epoch": run.per_epoch, "optimizer": scalars, "best": run.best, "waited": run.waited,
+        "done": run.done, "seconds": run.seconds(), "history": run.history.rows,
+    }  # fmt: skip
+    write_state(run.folder / STATE, tensors, facts)
+
+
+def take_up(run: Run) -> list[Row]:
+    """Put the folder's state into the run, if there is one, and return its history."""
+    assert run.folder is not None
+    path = run.folder / STATE
+    if not path.exists():
+        return []
+    tensors, facts = read_state(path)
+    now = {"settings": _fixed(run.settings), "num_data": run.source.num_data, "per_epoch": run.per_epoch}
+    for key, value in now.items():
+        if facts[key] != value:
+            raise CheckpointError(f"cannot resume from {str(path)!r}: {_difference(facts[key], value, key)}")
+    try:
+        put_weights(run, tensors)
+        restore_optimizer(run.optimizer, tensors, facts["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{str(path)!r} holds the state of another network or method ({first}): use another folder"
+        ) from error
+    run.best_weights = {k: v.to(run.fabric.device) for k, v in _part(tensors, "best.").items()}
+    run.sums = tensors["sums"]
+    find_record(run.model).baseline = tensors["mixing_baseline"].to(run.fabric.device)
+    run.step, run.best, run.waited, run.done = (facts[k] for k in ("step", "best", "waited", "done"))
+    run.earlier = facts["seconds"]
+    rows: list[Row] = facts["history"]
+    return rows
+
+
+def weights_of(run: Run) -> dict[str, Tensor]:
+    """The model's and the likelihood's tensors by name."""
+    found = {f"model.{name}": value for name, value in run.model.state_dict().items()}
+    return found | {f"likelihood.{name}": value for name, value in run.likelihood.state_dict().items()}
+
+
+def put_weights(run: Run, tensors: dict[str, Tensor]) -> None:
+    """Give the model and the likelihood their tensors back."""
+    run.model.load_state_dict(_part(tensors, "model."))
+    run.likelihood.load_state_dict(_part(tensors, "likelihood."))
+
+
+def _fixed(settings: Training) -> dict[str, Any]:
+    return {name: value for name, value in settings.to_dict().items() if name not in FREE}
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _difference(saved: Any, now: Any, what: str) -> str:
+    if not isinstance(saved, dict):
+        return f"it was trained with {what}={saved}, now it is {now}"
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    parts = ", ".join(f"{n}={saved.get(n)!r} (now {now.get(n)!r})" for n in names)
+    return f"it was trained with {parts}; use the same settings, or another folder for a new run"

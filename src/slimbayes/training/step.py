@@ -1,0 +1,82 @@
+"""One step of training as a module, and where it runs."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slimbayes.draws import draw
+from slimbayes.likelihoods import Likelihood
+from slimbayes.objective import elbo
+from slimbayes.training.settings import Training
+
+
+class TrainingError(RuntimeError):
+    """Training that cannot go on, with the step and the remedy."""
+
+
+class Objective(nn.Module):
+    """One forward pass of the loss: draws, their nll and the KL, apart from its weight.
+
+    As one module, so that Fabric's precision, DistributedDataParallel and torch.compile see the whole step.
+    """
+
+    def __init__(self, model: nn.Module, likelihood: Likelihood, num_data: int, settings: Training) -> None:
+        super().__init__()
+        self.model = model
+        self.likelihood = likelihood
+        self.num_data = num_data
+        self.samples, self.noise, self.reduction = settings.samples, settings.noise, settings.reduction
+
+    def forward(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(nll with the gradients of learned mixing, nll, KL)."""
+        options: dict[str, Any] = {"samples": self.samples, "noise": self.noise}
+        if isinstance(inputs, dict):
+            draws = draw(self.model, **inputs, **options)
+        elif isinstance(inputs, (tuple, list)):
+            draws = draw(self.model, *inputs, **options)
+        else:
+            draws = draw(self.model, inputs, **options)
+        draws = getattr(draws, "logits", draws)
+        result = elbo(
+            draws, targets, self.model, self.num_data, self.likelihood, self.reduction, kl_weight=0.0
+        )
+        return result.loss, result.nll, result.kl
+
+
+def make_fabric(settings: Training) -> Any:
+    """Lightning Fabric as the settings ask: accelerator, devices, precision; DDP for several processes."""
+    try:
+        from lightning.fabric import Fabric
+    except ImportError as error:
+        raise ImportError(
+            "training runs on Lightning Fabric, which is not installed: pip install 'slimbayes[train]'"
+        ) from error
+
+    several = settings.devices * settings.num_nodes > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return Fabric(
+        accelerator=settings.accelerator,
+        devices=settings.devices,
+        num_nodes=settings.num_nodes,
+        precision=settings.precision,
+        strategy="ddp" if several else "auto",
+    )
+
+
+@contextmanager
+def private_randomness(device: torch.device) -> Iterator[None]:
+    """The loop seeds torch's generators, and numpy's and Python's for a loader; the caller's states come back."""
+    others = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        np.random.set_state(others[0])
+        random.setstate(others[1])

@@ -10,6 +10,7 @@ import torch
 
 import slimbayes as sb
 from slimbayes.compare import Bench, compare, evaluate_run
+from slimbayes.compare.bench import spread
 from slimbayes.config import CompareConfig, Contender, RunConfig
 from slimbayes.data import DataError
 from slimbayes.report import read_results, write_report, write_results
@@ -114,7 +115,7 @@ def test_the_runs(wine):
 
 
 def test_the_examples(wine):
-    test = sb.data.load("wine").test[:30]
+    test = sb.data.load("wine").test
     classes = wine[0]["dataset"]["classes"]
     for method in wine[0]["methods"]:
         examples = method["runs"][0]["examples"]
@@ -138,7 +139,7 @@ def test_one_cell_by_hand(wine):
     model = make_model(config, (13,), 3, seed=3)
     fit(model, data, WINE.training, seed=3, kl_weight=0.1, progress=False)
     shift = next(s for s in sb.data.shifts_for(data) if s.name == "noise")
-    split = shift.apply(data.test[:30], 4, seed=7)
+    split = shift.apply(data.test[spread(len(data.test), 30)], 4, seed=7)
     draws = sb.predict(
         model, data.scaling(split.inputs), samples=3, seed=7, noise="shared"
     ).draws  # [6, 30, 3]

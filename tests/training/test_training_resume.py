@@ -230,6 +230,40 @@ def test_other_settings_cannot_resume(tmp_path):
         )
 
 
+def test_the_state_of_another_network_is_refused(tmp_path):
+    sb.fit(build(), data(), epochs=1, batch_size=10, folder=tmp_path, progress=False)
+    for method, norm in ((sb.KTied(), False), (None, True)):
+        with pytest.raises(sb.CheckpointError, match=r"another network or method .*: use another folder"):
+            sb.fit(
+                build(method, norm),
+                data(),
+                epochs=1,
+                batch_size=10,
+                folder=tmp_path,
+                resume=True,
+                progress=False,
+            )
+
+
+def test_early_stopping_puts_a_learned_precision_back(tmp_path):
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    y = x[:, :1]
+    torch.manual_seed(0)
+    model = sb.bayesianize(nn.Linear(3, 1), sb.Deterministic())
+    likelihood = sb.Gaussian(precision=1.0, learn="global")
+    seen = {}
+
+    def remember(step, row):
+        seen[step] = likelihood.log_precision.item()
+
+    result = sb.fit(
+        model, (x, y), epochs=80, batch_size=20, lr=0.2, schedule="constant", likelihood=likelihood, early_stopping=2,
+        validation=(x, 5 * y), progress=False, callback=remember,
+    )  # fmt: skip
+    assert result.stopped_early and result.best["step"] < result.step
+    assert likelihood.log_precision.item() == seen[result.best["step"]] != seen[result.step]
+
+
 def test_without_resume_a_folder_is_started_anew(tmp_path):
     sb.fit(build(), data(), epochs=3, batch_size=10, folder=tmp_path, progress=False)
     result = sb.fit(build(), data(), epochs=1, batch_size=10, folder=tmp_path, progress=False)

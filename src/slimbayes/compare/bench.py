@@ -42,11 +42,14 @@ class Bench:
 
     def __init__(self, config: CompareConfig, data: Dataset, data_root: str | None) -> None:
         self.config, self.data = config, data
-        self.test = data.test if config.max_test is None else data.test[: config.max_test]
+        self.rows = spread(len(data.test), config.max_test or len(data.test))
+        self.test = data.test[self.rows]
         self.shifts: tuple[Shift, ...] = shifts_for(data, config.shifts, root=data_root)
         ood = out_of_distribution(data, data_root)
         # As many as there are test examples: AUROC and AUPR compare the two, and SVHN has 26,032.
-        self.ood = None if ood is None else dataclasses.replace(ood, inputs=ood.inputs[: len(self.test)])
+        if ood is not None:
+            ood = dataclasses.replace(ood, inputs=ood.inputs[spread(len(ood.inputs), len(self.test))])
+        self.ood = ood
         self.network = default_network(data.shape) if config.network == "auto" else config.network
         self.fingerprint = data.fingerprint()
         places = [(shift.name, severity) for shift in self.shifts for severity in config.severities]
@@ -275,7 +278,7 @@ class Bench:
         names = self.data.classes
         return [
             {
-                "index": int(row),
+                "index": int(self.rows[row]),
                 "target": names[int(columns["target"][row])],
                 "prediction": names[int(columns["prediction"][row])],
                 **{k: float(columns[k][row]) for k in ("confidence", "entropy", "mutual_information")},
@@ -288,7 +291,7 @@ class Bench:
     def _real(self, columns: dict[str, Tensor], order: Tensor) -> list[dict[str, Any]]:
         keys = ("target", "prediction", "lower", "upper")
         return [
-            {"index": int(row), **{key: float(columns[key][row, 0]) for key in keys},
+            {"index": int(self.rows[row]), **{key: float(columns[key][row, 0]) for key in keys},
              **self._picture(self.test.inputs[row])}
             for row in order[:_EXAMPLES]
         ]  # fmt: skip
@@ -298,6 +301,15 @@ class Bench:
             return {"pixels": raw.tolist(), "features": None}
         values = [float(value) for value in raw]
         return {"pixels": None, "features": dict(zip(self.data.features, values, strict=True))}
+
+
+def spread(count: int, most: int) -> Tensor:
+    """At most so many rows of a data set, evenly spaced: files are often sorted by class.
+
+    >>> spread(10, 4), spread(3, 4)
+    (tensor([0, 3, 6, 9]), tensor([0, 1, 2]))
+    """
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long()
 
 
 def _histogram(values: Tensor, top: float) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from slimbayes.compare.bench import Bench
+from slimbayes.compare.bench import Bench, spread
 from slimbayes.config import CompareConfig, Contender
 from slimbayes.data import DataError, Dataset, Split, StreamedDataset
 from slimbayes.data import load as load_data
@@ -186,11 +186,11 @@ def evaluate_run(
 
 
 def _in_memory(data: StreamedDataset, max_test: int | None) -> Dataset:
-    """The first test images of a stream, as many as are asked for or 2,000, without its training images."""
-    count = min(len(data.test), max_test or _STREAMED)
-    images, labels = zip(*(data.test[row] for row in range(count)), strict=True)
+    """Test images of a stream, as many as are asked for or 2,000, without its training images."""
+    rows = spread(len(data.test), max_test or _STREAMED).tolist()
+    images, labels = zip(*(data.test[row] for row in rows), strict=True)
     test = Split(torch.stack(images), torch.tensor(labels))
-    source = f"{data.source} The first {count} test images."
+    source = f"{data.source} Of the test images, {len(rows)}, evenly spaced."
     return Dataset(data.name, data.task, data.kind, test[:0], test, data.scaling, data.classes, source=source)
 
 

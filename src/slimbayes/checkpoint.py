@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as deserialize
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
@@ -124,9 +125,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        tensors, metadata = read_tensors(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} is not a whole safetensors file ({error}); it was truncated or is of another "
@@ -161,6 +160,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"after it was saved. Use an earlier checkpoint"
         )
     return header, tensors
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file, from one reading of it.
+
+    safe_open opens a file twice: if another process puts a new one in its place in between, the two do not match.
+    """
+    content = path.read_bytes()
+    tensors = deserialize(content)  # checks that the file is whole, header included
+    size = int.from_bytes(content[:8], "little")
+    return tensors, json.loads(content[8 : 8 + size]).get("__metadata__") or {}
 
 
 def _method_to_json(record: Record, index: int) -> dict[str, Any]:

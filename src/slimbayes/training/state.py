@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
-from slimbayes.checkpoint import CheckpointError
+from slimbayes.checkpoint import CheckpointError, read_tensors
 from slimbayes.files import write_whole
 
 FORMAT = 1
@@ -38,9 +38,7 @@ def write_state(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -
 def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and facts of a file; a damaged one is a CheckpointError."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        tensors, metadata = read_tensors(path)
         header = json.loads(metadata[HEADER])
         if header["format"] != FORMAT:
             raise CheckpointError(f"{str(path)!r} has format {header['format']!r}: update slimbayes")

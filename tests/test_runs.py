@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import math
+import shutil
 import sys
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 import slimbayes as sb
 from slimbayes.checkpoint import CheckpointError
+from slimbayes.compare import evaluate_run
 from slimbayes.config import RunConfig, read_config
 from slimbayes.data import DataError
 from slimbayes.predictions import predict_table, write_table
@@ -218,7 +220,8 @@ def test_weights_of_another_network(copied):
 
 
 def test_an_earlier_run_in_the_folder_does_not_pass_for_this_one(copied, monkeypatch):
-    def fail(*arguments, **options):
+    def fail(*arguments, on_start, **options):
+        on_start()
         raise RuntimeError("stopped")
 
     monkeypatch.setattr("slimbayes.runs.fit", fail)
@@ -226,6 +229,66 @@ def test_an_earlier_run_in_the_folder_does_not_pass_for_this_one(copied, monkeyp
         train_run(WINE, copied, progress=False)
     with pytest.raises(CheckpointError, match="has not finished"):
         load_run(copied)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"training": dataclasses.replace(TRAINING, early_stopping=2)}, "early_stopping needs validation"),
+        ({"method": "KTied(rank=1)"}, None),
+    ],
+)
+def test_a_refused_run_leaves_the_folder_as_it_was(trained, tmp_path, change, message):
+    folder = tmp_path / "run"
+    shutil.copytree(trained["wine"][1], folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    config = dataclasses.replace(WINE, **change)
+    with pytest.raises(ValueError, match=message or "trained with method=Rank1"):
+        train_run(config, folder, progress=False, resume=message is None)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("change", ["method", "data"])
+def test_a_run_is_not_resumed_as_another(tmp_path, change):
+    config = RunConfig("wine", {}, "dense(hidden=[8])", "MCDropout(rate=0.05)", None, 4, TRAINING)
+    train_run(config, tmp_path, progress=False)
+    if change == "method":
+        other, message = (
+            dataclasses.replace(config, method="MCDropout(rate=0.5)"),
+            r"method=MCDropout\(rate=0.05,",
+        )
+    else:
+        other, message = dataclasses.replace(config, data_options={"split": 1}), "trained with data="
+    with pytest.raises(CheckpointError, match=message):
+        train_run(other, tmp_path, resume=True, progress=False)
+
+
+@pytest.mark.parametrize("data", ["wine", "diabetes"])
+def test_double_precision_from_training_to_prediction(tmp_path, data):
+    training = dataclasses.replace(TRAINING, precision="64-true")
+    config = RunConfig(data, {}, "dense(hidden=[8])", "Rank1(components=2)", 0.2, 4, training)
+    run, result = train_run(config, tmp_path, progress=False)
+    assert result.history[-1]["validation_nll"] > 0
+    again = load_run(tmp_path)
+    assert again.dtype == run.dtype == torch.float64
+    found = evaluate_run(again, tmp_path, shifts=("noise",))["methods"][0]["runs"][0]
+    assert found["shifted"]["noise"]["1"]["nll"] > 0
+    rows = sb.data.load(data).test.inputs[:3]
+    assert predict_table(again, rows) == predict_table(run, rows)
+
+
+def test_changed_data_are_noticed(tmp_path):
+    rows = [f"{i},{i % 7},{'ab'[i % 2]}" for i in range(60)]
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(["x,z,y", *rows]))
+    config = RunConfig(str(path), {"target": "y"}, "dense(hidden=[4])", "Deterministic()", None, 1, TRAINING)
+    run, _ = train_run(config, tmp_path / "run", progress=False)
+    evaluate_run(run, tmp_path / "run", shifts=())
+    path.write_text("\n".join(["x,z,y", *sorted(rows)]))
+    with pytest.raises(DataError, match=r"not those the model was trained on.*name them with --data"):
+        evaluate_run(run, tmp_path / "run", shifts=())
+    found = evaluate_run(run, tmp_path / "run", data=str(path), data_options={"target": "y"}, shifts=())
+    assert found["dataset"]["num_test"] == 12
 
 
 CODE = "from torch import nn\ndef make(shape, outputs):\n    return nn.Linear(shape[0], outputs)\n"

@@ -61,7 +61,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     header = {
         "format": FORMAT,
         "architecture": type(inner).__name__.removeprefix("Ensembled"),
-        "methods": [_method_to_json(record, i) for i in range(len(record.methods))],
+        "methods": describe_methods(record),
         "layers": record.layers,
         "dropouts": record.dropouts,
         "aliases": aliases,
@@ -173,6 +173,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, json.loads(content[8 : 8 + size]).get("__metadata__") or {}
 
 
+def describe_methods(record: Record) -> list[dict[str, Any]]:
+    """The methods of a converted model with their options, as JSON has them."""
+    return [_method_to_json(record, index) for index in range(len(record.methods))]
+
+
 def _method_to_json(record: Record, index: int) -> dict[str, Any]:
     method = record.methods[index]
     options: dict[str, Any] = {}
@@ -206,7 +211,7 @@ def _method_from_json(entry: dict[str, Any], path: str | os.PathLike[str]) -> Me
 
 
 def _check_same(existing: Record, header: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    mine = [_method_to_json(existing, i) for i in range(len(existing.methods))]
+    mine = describe_methods(existing)
     # Compare as JSON does: tuples and lists are alike there.
     if json.dumps(mine) != json.dumps(header["methods"]) or existing.layers != header["layers"]:
         names = ", ".join(entry["name"] for entry in header["methods"])

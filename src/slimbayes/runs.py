@@ -28,6 +28,7 @@ from slimbayes.training import FitResult, fit, mixed_seed
 from slimbayes.training.settings import whole_number
 
 FORMAT = "slimbayes-run"
+_DTYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 MODEL, FACTS, CONFIG = "model.safetensors", "run.json", "config.yaml"
 
 
@@ -108,9 +109,14 @@ class Run:
         """Where the model is."""
         return next(self.model.parameters()).device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's parameters."""
+        return next(self.model.parameters()).dtype
+
     def prepared(self, raw: Tensor) -> Tensor:
-        """Raw inputs as the model takes them, on its device."""
-        return self.facts.scaling(raw.to(self.device))
+        """Raw inputs as the model takes them, on its device and in its type of numbers."""
+        return self.facts.scaling(raw.to(self.device)).to(self.dtype)
 
     @property
     def samples(self) -> int:
@@ -168,14 +174,17 @@ def train_run(
     likelihood = make_likelihood(data.task)
     first = fabric is None or fabric.is_global_zero
     facts = Facts.of(data)
-    if first:
-        if not resume:  # what an earlier run left there must not pass for this one's
-            for name in (MODEL, FACTS):
-                (folder / name).unlink(missing_ok=True)
-        write_config(config, folder / CONFIG)
+
+    def begin() -> None:
+        if first:
+            if not resume:  # what an earlier run left there must not pass for this one's
+                for name in (MODEL, FACTS):
+                    (folder / name).unlink(missing_ok=True)
+            write_config(config, folder / CONFIG)
+
     result = fit(
         model, data, config.training, validation=config.validation, likelihood=likelihood, folder=folder,
-        resume=resume, progress=progress, fabric=fabric,
+        resume=resume, progress=progress, fabric=fabric, on_start=begin,
     )  # fmt: skip
     run = Run(model, config, facts, likelihood)
     if first:
@@ -233,6 +242,9 @@ def load_run(folder: str | Path, network: str | None = None, device: str | None 
         config = dataclasses.replace(config, network=network)
     with torch.random.fork_rng(devices=[]):
         builder = network_builder(config.network, allow_code=network is not None)
-        model = load(builder(facts.shape, facts.num_outputs), folder / MODEL)
+        plain = builder(facts.shape, facts.num_outputs).to(
+            _DTYPES.get(config.training.precision, torch.float32)
+        )
+        model = load(plain, folder / MODEL)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return Run(model.eval().to(where), config, facts, likelihood)

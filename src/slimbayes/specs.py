@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +77,8 @@ def network_builder(text: str, allow_code: bool = True) -> Callable[[tuple[int, 
 
 def _imported(text: str) -> Callable[[tuple[int, ...], int], nn.Module]:
     module, _, function = text.partition(":")
+    if os.getcwd() not in sys.path:  # as for python -m: one's own file in the folder one works in
+        sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError, TypeError) as error:

@@ -189,3 +189,46 @@ def test_a_folder_of_images_and_an_archive(slimbayes, tmp_path):
     (tmp_path / "images" / "x.png").write_bytes(b"no image")
     done = slimbayes("predict", run, tmp_path / "images", "--out", tmp_path / "c.json", code=1)
     assert "x.png: damaged or not an image" in done.err and not (tmp_path / "c.json").exists()
+
+
+def test_resume_takes_the_settings_of_the_folder(slimbayes, tmp_path):
+    out = tmp_path / "r"
+    first = ["train", "--data", "wine", "--network", "dense(hidden=[4])", "-m", "MCDropout(rate=0.2)"]
+    slimbayes(*first, "--epochs", "2", "--data-option", "split=1", "--out", out, "--quiet")
+    before = (out / "config.yaml").read_text()
+    slimbayes("train", "--resume", "--out", out, "--quiet")
+    assert (out / "config.yaml").read_text() == before and "MCDropout(rate=0.2)" in before
+
+
+def test_data_options_come_on_top(slimbayes, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("data: rows.csv\ndata_options: {target: y, test: 0.3}\n")
+    shown = yaml.safe_load(slimbayes("train", "--config", path, "--data-option", "test=0.5", "--dry-run").out)
+    assert shown["data_options"] == {"target": "y", "test": 0.5}
+    words = ("train", "--config", path, "--data", "wine", "--data-option", "split=1", "--dry-run")
+    assert yaml.safe_load(slimbayes(*words).out)["data_options"] == {"split": 1}
+    words = ("train", "--config", path, "--data", "wine", "--dry-run")
+    assert yaml.safe_load(slimbayes(*words).out)["data_options"] == {}
+
+
+def test_a_network_in_the_folder_one_works_in(slimbayes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    (tmp_path / "own_network.py").write_text(
+        "from torch import nn\ndef make(shape, outputs):\n    return nn.Linear(shape[0], outputs)\n"
+    )
+    words = [
+        "train",
+        "--data",
+        "wine",
+        "--network",
+        "own_network:make",
+        "--epochs",
+        "1",
+        "--out",
+        "r",
+        "--quiet",
+    ]
+    slimbayes(*words)
+    assert "give --network 'own_network:make'" in slimbayes("evaluate", "r", code=1).err
+    slimbayes("evaluate", "r", "--network", "own_network:make", "--shifts", "none")

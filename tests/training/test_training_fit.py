@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes.data import Batches, Split
-from slimbayes.training import Training, TrainingError, mixed_seed
+from slimbayes.training import Training, TrainingError, make_source, mixed_seed
 from slimbayes.training import monitor as monitoring
 from slimbayes.training.monitor import Progress
 
@@ -367,6 +367,32 @@ def test_a_learned_precision_is_trained_with_the_model():
 
 
 # Validation, logs, progress --------------------------------------------------------------------------------
+
+
+def test_validation_by_a_split_has_the_units_of_the_data_set():
+    data = sb.data.load("diabetes")
+    found = []
+    for validation in (data, data.test, (data.test.inputs, data.test.targets)):
+        torch.manual_seed(0)
+        model = sb.bayesianize(sb.models.build("dense", data.shape, 1, hidden=[8]), sb.Deterministic())
+        result = sb.fit(model, data, epochs=2, batch_size=50, lr=0.01, validation=validation, progress=False)
+        found.append(result.history[-1]["validation_rmse"])
+    assert found[0] == found[1] == found[2] < 150
+
+
+class TwoProcesses:
+    global_rank, world_size, device = 1, 2, torch.device("cpu")
+
+
+def test_batches_are_divided_evenly_among_processes():
+    x, y = torch.arange(7.0)[:, None], torch.arange(7)
+    source = make_source((x, y), Training(batch_size=8), fabric=TwoProcesses())
+    (batch,) = list(source.epoch(0))
+    assert len(batch[1]) == 3 and len(source) == 1  # 7 examples give one batch of 6: 3 for each
+    with pytest.raises(
+        ValueError, match=r"batch_size=3 cannot be divided evenly among 2 processes.*multiple of 2"
+    ):
+        make_source((x, y), Training(batch_size=3), fabric=TwoProcesses())
 
 
 def test_validation_early_stopping_and_callbacks():

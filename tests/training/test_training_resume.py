@@ -232,8 +232,12 @@ def test_other_settings_cannot_resume(tmp_path):
 
 def test_the_state_of_another_network_is_refused(tmp_path):
     sb.fit(build(), data(), epochs=1, batch_size=10, folder=tmp_path, progress=False)
-    for method, norm in ((sb.KTied(), False), (None, True)):
-        with pytest.raises(sb.CheckpointError, match=r"another network or method .*: use another folder"):
+    cases = (
+        (sb.KTied(), False, "trained with method=Rank1"),
+        (None, True, "another network or method .*: use another"),
+    )
+    for method, norm, message in cases:
+        with pytest.raises(sb.CheckpointError, match=message):
             sb.fit(
                 build(method, norm),
                 data(),

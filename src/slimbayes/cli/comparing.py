@@ -96,7 +96,7 @@ def compare(
         max_test=max_test,
         seeds=tuple(range(seeds)) if seeds is not None else None,
         shifts=o.words(shifts) if shifts != "none" else (),
-        data_options=o.pairs(data_option, "--data-option") or None,
+        data_options=o.data_options(data_option, data, base),
         contenders=_contenders(methods, method),
     )
     wanted = from_dict(CompareConfig, {**changes, "training": training}, base)

@@ -105,6 +105,16 @@ def pairs(entries: list[str] | None, option: str) -> dict[str, Any]:
     return found
 
 
+def data_options(
+    entries: list[str] | None, data: str | None, base: RunConfig | CompareConfig
+) -> dict[str, Any] | None:
+    """Options of the data set on top of the configuration's, which do not apply to other data."""
+    new = pairs(entries, "--data-option")
+    if data is not None and data != base.data:
+        return new
+    return {**base.data_options, **new} if new else None
+
+
 def examples(*lines: str) -> str:
     """Examples at the end of a command's help, a line each."""
     return "Examples:" + "".join(f"\n\n  {line}" for line in lines)

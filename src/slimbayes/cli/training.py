@@ -60,6 +60,9 @@ def train(
     from slimbayes.summary import summary
     from slimbayes.training import make_fabric
 
+    before = out / "config.yaml"
+    if config is None and resume and before.exists():
+        config = before
     base = read_config(RunConfig, config) if config is not None else _train_defaults()
     training = o.given(
         epochs=epochs,
@@ -80,7 +83,7 @@ def train(
         network=network,
         validation=validation,
         draws=draws,
-        data_options=o.pairs(data_option, "--data-option") or None,
+        data_options=o.data_options(data_option, data, base),
     )
     wanted = from_dict(RunConfig, {**changes, "training": training}, base)
     if o.settle(wanted, save_config, dry_run):

@@ -104,7 +104,7 @@ class Bench:
         config = self.config.to_dict()
         for name in ("contenders", "seeds"):
             config.pop(name)
-        content = [config, dataclasses.asdict(contender), seed, self.fingerprint]
+        content = [config, dataclasses.asdict(contender), seed, self.fingerprint, self.ood and self.ood.name]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def measure(self, contender: Contender, seed: int, progress: bool, label: str) -> dict[str, Any]:
@@ -182,6 +182,7 @@ class Bench:
         return assess(
             run.model, batches, samples_for(run.model, self.config.draws), EVALUATION_SEED, run.likelihood,
             target_scaling=self.data.target_scaling, chunk=16384, noise="shared",
+            prepare=lambda inputs: inputs.to(run.dtype),
         )  # fmt: skip
 
     def _class_figures(

@@ -167,7 +167,17 @@ def evaluate_run(
     opened = open_data(data or one.data, data_root, options)
     chosen = _in_memory(opened, max_test) if isinstance(opened, StreamedDataset) else opened
     found = Facts.of(chosen)
-    for name in ("task", "shape", "classes", "features"):
+    if (
+        data is None
+        and not isinstance(opened, StreamedDataset)
+        and found.fingerprint != run.facts.fingerprint
+    ):
+        raise DataError(
+            f"the data {one.data!r} are not those the model was trained on (fingerprint {found.fingerprint}, not "
+            f"{run.facts.fingerprint}): what is held out of them now may have been trained on. If they are new data, "
+            f"name them with --data"
+        )
+    for name in ("task", "shape", "classes", "features", "outputs"):
         mine, theirs = getattr(run.facts, name), getattr(found, name)
         if mine != theirs:
             raise DataError(f"the model was trained on {name} {mine}, the data {chosen.name!r} have {theirs}")

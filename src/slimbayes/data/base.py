@@ -47,6 +47,10 @@ class Split:
         """The same examples on another device."""
         return Split(self.inputs.to(device), self.targets.to(device))
 
+    def fingerprint(self) -> str:
+        """The first 16 hexadecimal digits of the SHA-256 of inputs and targets."""
+        return _fingerprint(self.inputs, self.targets)
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -129,9 +133,12 @@ class Dataset:
 
     def fingerprint(self) -> str:
         """The first 16 hexadecimal digits of the SHA-256 of all inputs and targets."""
-        digest = hashlib.sha256()
-        for split in (self.train, self.test):
-            for tensor in (split.inputs, split.targets):
-                digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
-                digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return _fingerprint(self.train.inputs, self.train.targets, self.test.inputs, self.test.targets)
+
+
+def _fingerprint(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

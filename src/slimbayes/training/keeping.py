@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from slimbayes.checkpoint import CheckpointError
+from slimbayes.checkpoint import CheckpointError, describe_methods
 from slimbayes.record import find_record
 from slimbayes.training.monitor import Row
-from slimbayes.training.settings import Training
 from slimbayes.training.state import optimizer_tensors, read_state, restore_optimizer, write_state
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ def keep(run: Run) -> None:
     tensors["sums"] = run.sums
     tensors["mixing_baseline"] = find_record(run.model).baseline
     facts = {
-        "step": run.step, "settings": _fixed(run.settings), "num_data": run.source.num_data,
-        "per_epoch": run.per_epoch, "optimizer": scalars, "best": run.best, "waited": run.waited,
+        "step": run.step, **_identity(run), "optimizer": scalars, "best": run.best, "waited": run.waited,
         "done": run.done, "seconds": run.seconds(), "history": run.history.rows,
     }  # fmt: skip
     write_state(run.folder / STATE, tensors, facts)
@@ -44,9 +43,8 @@ def take_up(run: Run) -> list[Row]:
     if not path.exists():
         return []
     tensors, facts = read_state(path)
-    now = {"settings": _fixed(run.settings), "num_data": run.source.num_data, "per_epoch": run.per_epoch}
-    for key, value in now.items():
-        if facts[key] != value:
+    for key, value in _identity(run).items():
+        if facts.get(key) != value:
             raise CheckpointError(f"cannot resume from {str(path)!r}: {_difference(facts[key], value, key)}")
     try:
         put_weights(run, tensors)
@@ -77,8 +75,19 @@ def put_weights(run: Run, tensors: dict[str, Tensor]) -> None:
     run.likelihood.load_state_dict(_part(tensors, "likelihood."))
 
 
-def _fixed(settings: Training) -> dict[str, Any]:
-    return {name: value for name, value in settings.to_dict().items() if name not in FREE}
+def _identity(run: Run) -> dict[str, Any]:
+    """What a resumed run must share with the one that was stopped, as JSON gives it back."""
+    settings = {name: value for name, value in run.settings.to_dict().items() if name not in FREE}
+    record = find_record(run.model)
+    methods = [
+        f"{entry['name']}({', '.join(f'{name}={value}' for name, value in entry['options'].items())})"
+        for entry in describe_methods(record)
+    ]
+    found = {
+        "settings": settings, "num_data": run.source.num_data, "per_epoch": run.per_epoch, "method": "; ".join(methods),
+        "data": run.fingerprint,
+    }  # fmt: skip
+    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -87,7 +96,7 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _difference(saved: Any, now: Any, what: str) -> str:
     if not isinstance(saved, dict):
-        return f"it was trained with {what}={saved}, now it is {now}"
+        return f"it was trained with {what}={saved}, now it is {now}; use the same, or another folder for a new run"
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
     parts = ", ".join(f"{n}={saved.get(n)!r} (now {now.get(n)!r})" for n in names)
     return f"it was trained with {parts}; use the same settings, or another folder for a new run"

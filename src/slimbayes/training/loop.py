@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from slimbayes.record import find_record, unwrap
 from slimbayes.training.keeping import STATE, keep, put_weights, take_up, weights_of
 from slimbayes.training.monitor import History, Progress, Row, tensorboard
 from slimbayes.training.settings import Training
-from slimbayes.training.sources import Batch, Source, hold_out, make_source, mixed_seed
+from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_source, mixed_seed
 from slimbayes.training.state import remove_partial
-from slimbayes.training.step import Objective, TrainingError, make_fabric, private_randomness
+from slimbayes.training.step import Objective, TrainingError, in_dtype, make_fabric, private_randomness
 
 Callback = Callable[[int, Row], None]
 
@@ -53,6 +53,7 @@ def fit(
     progress: bool = True,
     label: str = "training",
     callback: Callback | None = None,
+    on_start: Callable[[], None] | None = None,
     fabric: Any = None,
     **overrides: Any,
 ) -> FitResult:
@@ -64,7 +65,8 @@ def fit(
     ``Training``; single ones may be given by name: ``sb.fit(model, data, epochs=10, lr=0.01)``. With a ``folder``
     the run writes its state and history there and ``resume=True`` goes on where it stopped, to the same weights.
     A row of history holds the means over the steps since the row before; there is one every ``log_every`` steps
-    and at the end of an epoch. ``callback(step, row)`` is called with each.
+    and at the end of an epoch. ``callback(step, row)`` is called with each, ``on_start()`` once, when everything has
+    been checked and before anything is written.
 
     >>> import slimbayes as sb
     >>> _ = torch.manual_seed(0)
@@ -84,13 +86,17 @@ def fit(
     if isinstance(validation, (float, int)) and not isinstance(validation, bool):
         data, validation = hold_out(data, float(validation), settings.seed)
     if settings.early_stopping is not None and validation is None:
-        raise ValueError("early_stopping needs validation data: pass validation=0.1 or a data set")
+        raise ValueError(
+            "early_stopping needs validation data: give validation, a fraction to hold out or a data set"
+        )
+    if isinstance(data, Dataset) and (split := as_split(validation)) is not None:
+        validation = replace(data, test=split)  # in the units of the training data
     if resume and folder is None:
         raise ValueError("resume=True needs the folder in which the run wrote its state")
     likelihood = likelihood or (Gaussian() if _is_regression(data) else Categorical())
     run = Run(model, data, settings, validation, likelihood, num_data, folder, fabric, callback)
     with private_randomness(fabric.device):
-        return run.train(resume, progress and fabric.is_global_zero, label)
+        return run.train(resume, on_start or (lambda: None), progress and fabric.is_global_zero, label)
 
 
 def _is_regression(data: Any) -> bool:
@@ -121,6 +127,9 @@ class Run:
         )
         self.target_scaling = data.target_scaling if isinstance(data, Dataset) else None
         self.per_epoch = len(self.source)
+        known = data.train if isinstance(data, Dataset) else as_split(data)
+        # Hashing the data takes a moment, and only a run that can be resumed needs it.
+        self.fingerprint = known.fingerprint() if known is not None and folder is not None else ""
         if self.per_epoch == 0:
             raise ValueError("the training data hold no full batch: lower batch_size")
         planned = settings.epochs * self.per_epoch
@@ -142,8 +151,9 @@ class Run:
         self.earlier = 0.0  # seconds that the run had taken when it was interrupted
         self.clock = time.monotonic()
 
-    def train(self, resume: bool, progress: bool, label: str) -> FitResult:
+    def train(self, resume: bool, on_start: Callable[[], None], progress: bool, label: str) -> FitResult:
         rows = take_up(self) if resume else []
+        on_start()
         writes = self.folder is not None and self.fabric.is_global_zero
         if writes and self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -167,6 +177,11 @@ class Run:
             self.logger.finalize("success")
         epoch = math.ceil(self.step / self.per_epoch)
         return FitResult(self.history.rows, self.step, epoch, self.seconds(), self.done, self.best)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the network's parameters."""
+        return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def seconds(self) -> float:
         return self.earlier + time.monotonic() - self.clock
@@ -277,10 +292,11 @@ class Run:
             figures = evaluate(
                 self.model, self.validation.epoch(0), samples=self.settings.validation_samples,
                 seed=mixed_seed(self.settings.seed, 4), likelihood=self.likelihood,
-                target_scaling=self.target_scaling,
+                target_scaling=self.target_scaling, prepare=lambda inputs: in_dtype(inputs, self.dtype),
             )  # fmt: skip
             wanted = ("nll", "accuracy", "ece", "rmse")
             row = {f"validation_{name}": figures[name] for name in wanted if name in figures}
+            row.setdefault("validation_nll", math.nan)  # a figure that is not defined is left out there
         if self.fabric.world_size > 1:
             row = self.fabric.broadcast(row)
         if not self.best or row["validation_nll"] < self.best["validation_nll"]:

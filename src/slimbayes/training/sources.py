@@ -125,14 +125,19 @@ def make_source(
         augment = data.augment if train and settings.augment else ()
         scaling, target_scaling = data.scaling, data.target_scaling
         data = data.train if train else data.test
-    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        data = Split(*data)
-    if isinstance(data, Split):
-        if len(data) == 0:
-            raise ValueError("the data hold no examples: pass at least one")
+    if settings.batch_size % world:
+        raise ValueError(
+            f"batch_size={settings.batch_size} cannot be divided evenly among {world} processes, and uneven parts "
+            f"would be weighted wrongly: use a multiple of {world}"
+        )
+    split = as_split(data)
+    if split is not None:
+        if len(split) < world:
+            held = f"{len(split)} examples" if len(split) else "no examples"
+            raise ValueError(f"the data hold {held}: pass at least {world}")
         return Batches(
-            data, min(settings.batch_size, len(data)), scaling=scaling, target_scaling=target_scaling,
-            seed=settings.seed, shuffle=train, augment=augment, rank=rank, world=world,
+            split, min(settings.batch_size, len(split) // world * world), scaling=scaling,
+            target_scaling=target_scaling, seed=settings.seed, shuffle=train, augment=augment, rank=rank, world=world,
             drop_last=train, device=device,
             channels_last=settings.channels_last,
         )  # fmt: skip
@@ -174,6 +179,17 @@ def _loader_source(data: Any, seed: int, num_data: int | None, fabric: Any, worl
     return LoaderSource(data, num_data, seed, len(data))
 
 
+def as_split(data: Any) -> Split | None:
+    """A Split, or a pair of tensors as one; None for everything else.
+
+    >>> len(as_split((torch.zeros(3, 1), torch.zeros(3))))
+    3
+    """
+    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        return Split(*data)
+    return data if isinstance(data, Split) else None
+
+
 def hold_out(data: Any, fraction: float, seed: int) -> tuple[Any, Any]:
     """Training data and a validation part of them, drawn at random by the seed.
 
@@ -183,10 +199,8 @@ def hold_out(data: Any, fraction: float, seed: int) -> tuple[Any, Any]:
     """
     if not 0 < fraction < 1:
         raise ValueError(f"validation={fraction!r}: give a fraction between 0 and 1, or validation data")
-    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        data = Split(*data)
-    split = data.train if isinstance(data, Dataset) else data
-    if not isinstance(split, Split):
+    split = data.train if isinstance(data, Dataset) else as_split(data)
+    if split is None:
         raise TypeError(
             f"validation={fraction} holds out examples of tensors and data sets, not of {type(data).__name__}: "
             f"pass validation data"

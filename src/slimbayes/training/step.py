@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from slimbayes.draws import draw
 from slimbayes.likelihoods import Likelihood
@@ -49,6 +50,19 @@ class Objective(nn.Module):
             draws, targets, self.model, self.num_data, self.likelihood, self.reduction, kl_weight=0.0
         )
         return result.loss, result.nll, result.kl
+
+
+def in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
+    """Floating-point inputs in the type of the network's parameters; others as they are.
+
+    >>> in_dtype({"x": torch.zeros(1), "i": torch.tensor(1)}, torch.float64)
+    {'x': tensor([0.], dtype=torch.float64), 'i': tensor(1)}
+    """
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(cast, inputs)
 
 
 def make_fabric(settings: Training) -> Any:

@@ -575,3 +575,27 @@ def test_a_loss_beyond_floats_names_the_step():
         sb.fit(
             model, (x, torch.full((40, 1), 1e30)), likelihood=sb.Gaussian(), epochs=1, clip_norm=1.0, **QUIET
         )
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        sb.DeepEnsemble(members=2),
+        sb.EMP(components=2, patch=(nn.Conv2d,)),
+        sb.Rank1(components=2),
+        sb.KTied(),
+        sb.MeanField(),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_convolutions_of_every_kind_train_in_channels_last(method):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(16, 3, 8, 8, generator=generator), torch.arange(16) % 2
+    found = []
+    for layout in (True, False):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+        model = sb.bayesianize(network, method)
+        options = dict(epochs=2, batch_size=8, lr=0.01, noise="mean", progress=False, channels_last=layout)
+        found.append([row["loss"] for row in sb.fit(model, (x, y), log_every=1, **options).history])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)

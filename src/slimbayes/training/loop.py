@@ -23,7 +23,14 @@ from slimbayes.training.monitor import History, Progress, Row, tensorboard
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_source, mixed_seed
 from slimbayes.training.state import remove_partial
-from slimbayes.training.step import Objective, TrainingError, in_dtype, make_fabric, private_randomness
+from slimbayes.training.step import (
+    Objective,
+    TrainingError,
+    channels_last,
+    in_dtype,
+    make_fabric,
+    private_randomness,
+)
 
 Callback = Callable[[int, Row], None]
 
@@ -135,7 +142,7 @@ class Run:
         planned = settings.epochs * self.per_epoch
         self.steps = planned if settings.steps is None else settings.steps
         if settings.channels_last and any(isinstance(m, nn.Conv2d) for m in self.model.modules()):
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            channels_last(self.model)
         self.optimizer = settings.make_optimizer(self.model, likelihood.parameters())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         objective: nn.Module = Objective(self.model, likelihood, self.source.num_data, settings)

@@ -65,6 +65,16 @@ def in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map(cast, inputs)
 
 
+def channels_last(model: nn.Module) -> None:
+    """Put the kernels of 2-d convolutions into channels_last, in place.
+
+    ``model.to(memory_format=...)`` would fail on kernels with a component or member axis, which stay as they are.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
 def make_fabric(settings: Training) -> Any:
     """Lightning Fabric as the settings ask: accelerator, devices, precision; DDP for several processes."""
     try:

@@ -45,7 +45,7 @@ def coverage(results: Results, table: Mapping[str, Style]) -> Plot | None:
 
 def _coverage_panel(lines: list[Any], where: str, table: Mapping[str, Style]) -> Panel:
     def draw(figure: Any) -> None:
-        ax = axes(figure, f"Coverage, {where} data", "level of the interval")
+        ax = axes(figure, f"Coverage, {where} data", "level of the interval", (0.125, 0.16, 0.83, 0.73))
         ax.plot([0, 1], [0, 1], color=MUTED, linewidth=0.8)
         for method, points in lines:
             options = table[method["name"]].line(markevery=max(1, len(points) // 6))

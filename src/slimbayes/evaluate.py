@@ -111,8 +111,8 @@ def assess(
     # Examples whose draws are held at a time; more than this once the size of an output is known.
     size = None if chunk is None else max(1, chunk // (components * samples))
     for number, batch in enumerate(batches):
-        inputs, targets = _moved(_pair(batch, number), device)
-        args, named = _arguments(inputs if prepare is None else prepare(inputs))
+        inputs, targets = _moved(as_pair(batch, number), device)
+        args, named = arguments(inputs if prepare is None else prepare(inputs))
         flat = flatten_inputs(model, args, named, shared_inputs)
         if len(targets) % flat.batch:
             raise ValueError(
@@ -140,7 +140,8 @@ def assess(
     return evaluation
 
 
-def _pair(batch: Any, number: int) -> tuple[Any, Tensor]:
+def as_pair(batch: Any, number: int) -> tuple[Any, Tensor]:
+    """(inputs, targets) of the batch with this number, or an error that says what was found instead."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         what = (
             f"{type(batch).__name__} of {len(batch)}"
@@ -160,7 +161,8 @@ def _pair(batch: Any, number: int) -> tuple[Any, Tensor]:
     return inputs, targets
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a network is called with: a tensor, a tuple of arguments or a dict of named ones."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}

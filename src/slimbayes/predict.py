@@ -72,7 +72,7 @@ def predict_flat(
 
     def run(part: FlatInputs, count: int, first_sample: int, start: int) -> Tensor:
         output = draw_flat(model, part, count, noise, seed, first_example + start, first_sample)
-        return _scored(output, select)
+        return scored(output, select)
 
     with torch.no_grad(), evaluating(unwrap(model)):
         if chunk is None:
@@ -88,7 +88,8 @@ def check_chunk(chunk: int | None) -> None:
         raise ValueError(f"chunk must be a positive number of rows or None, got {chunk!r}")
 
 
-def _scored(output: Any, select: Callable[[Any], Tensor] | None) -> Tensor:
+def scored(output: Any, select: Callable[[Any], Tensor] | None = None) -> Tensor:
+    """The tensor of a structured output that is scored: the selected one, the output itself or its logits."""
     scored = select(output) if select is not None else getattr(output, "logits", output)
     if not isinstance(scored, Tensor):
         raise TypeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimbayes.compare.examples import EVALUATION_SEED, examples
 from slimbayes.config import CompareConfig, Contender, RunConfig
 from slimbayes.data import (
     Batches,
@@ -27,12 +29,10 @@ from slimbayes.models import default_network
 from slimbayes.predict import predict
 from slimbayes.provenance import provenance
 from slimbayes.record import find_record
-from slimbayes.runs import Facts, Run, make_likelihood, make_model, samples_for
+from slimbayes.runs import Facts, Run, make_likelihood, make_model
 from slimbayes.summary import summary
 from slimbayes.training import Training, fit
 
-EVALUATION_SEED = 7
-_EXAMPLES = 6  # a row of the page
 _BINS = 20
 _MOST_KEPT = 512 * 2**20  # bytes of shifted test data
 
@@ -51,7 +51,7 @@ class Bench:
             ood = dataclasses.replace(ood, inputs=ood.inputs[spread(len(ood.inputs), len(self.test))])
         self.ood = ood
         self.network = default_network(data.shape) if config.network == "auto" else config.network
-        self.fingerprint = data.fingerprint()
+        self.facts = Facts.of(data)  # once: it hashes all the data
         places = [(shift.name, severity) for shift in self.shifts for severity in config.severities]
         self.places: tuple[tuple[str, int], ...] = tuple(places)
         self._kept: dict[tuple[str, int], Split] = {}
@@ -75,7 +75,7 @@ class Bench:
         return {
             "name": data.name, "kind": data.kind, "classes": list(data.classes), "features": list(data.features),
             "outputs": list(data.outputs), "num_train": len(data.train), "num_test": len(self.test),
-            "shape": list(data.shape), "source": data.source, "fingerprint": self.fingerprint,
+            "shape": list(data.shape), "source": data.source, "fingerprint": self.facts.fingerprint,
         }  # fmt: skip
 
     def results(self, title: str, methods: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
@@ -104,7 +104,13 @@ class Bench:
         config = self.config.to_dict()
         for name in ("contenders", "seeds"):
             config.pop(name)
-        content = [config, dataclasses.asdict(contender), seed, self.fingerprint, self.ood and self.ood.name]
+        content = [
+            config,
+            dataclasses.asdict(contender),
+            seed,
+            self.facts.fingerprint,
+            self.ood and self.ood.name,
+        ]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def measure(self, contender: Contender, seed: int, progress: bool, label: str) -> dict[str, Any]:
@@ -121,7 +127,7 @@ class Bench:
             model, self.data, training, validation=config.validation, likelihood=likelihood, progress=progress,
             label=label,
         )  # fmt: skip
-        run = Run(model, one, Facts.of(self.data), likelihood)
+        run = Run(model, one, self.facts, likelihood)
         return {
             "method": self.entry(contender, run),
             "run": self.figures(run, fitted.history, fitted.seconds, seed),
@@ -139,7 +145,7 @@ class Bench:
             "parameters": counted.parameters,
             "base_parameters": counted.base_parameters,
             "overhead": counted.overhead,
-            "draws": find_record(run.model).components * samples_for(run.model, self.config.draws),
+            "draws": find_record(run.model).components * run.samples,
         }
 
     def figures(
@@ -156,11 +162,12 @@ class Bench:
         whole: Evaluation | None = None
         for evaluation in shifted.values():
             whole = evaluation if whole is None else whole.merge(evaluation)
+        metrics = clean.compute()
         figures: dict[str, Any] = {
             "seed": seed,
             "train_seconds": train_seconds,
             "predict_seconds": seconds * 1000 / len(self.test),
-            "clean": clean.compute(),
+            "clean": metrics,
             "shifted": by_shift,
             "reliability": {
                 "clean": clean.reliability(), "shifted": None if whole is None else whole.reliability()
@@ -168,11 +175,11 @@ class Bench:
             "history": history,
         }  # fmt: skip
         if self.data.task == "classification":
-            figures |= self._class_figures(run, clean, whole, by_shift)
+            figures |= self._class_figures(run, clean, whole, {"clean": {"0": metrics}, **by_shift})
         else:
             figures |= self._regression_figures(run, clean)
         if seed == self.config.seeds[0]:
-            figures["examples"] = self._examples(run, clean)
+            figures["examples"] = examples(self, run, clean)
         return figures
 
     def _assess(self, run: Run, split: Split) -> Evaluation:
@@ -180,18 +187,19 @@ class Bench:
             split, 512, scaling=self.data.scaling, target_scaling=self.data.target_scaling, shuffle=False
         )
         return assess(
-            run.model, batches, samples_for(run.model, self.config.draws), EVALUATION_SEED, run.likelihood,
+            run.model, batches, run.samples, EVALUATION_SEED, run.likelihood,
             target_scaling=self.data.target_scaling, chunk=16384, noise="shared",
             prepare=lambda inputs: inputs.to(run.dtype),
         )  # fmt: skip
 
     def _class_figures(
-        self, run: Run, clean: Evaluation, whole: Evaluation | None, by_shift: dict[str, dict[str, Any]]
+        self, run: Run, clean: Evaluation, whole: Evaluation | None, by_place: dict[str, dict[str, Any]]
     ) -> dict[str, Any]:
-        ood = (
-            self._assess(run, Split(self.ood.inputs, self._dummy_targets())) if self.ood is not None else None
-        )
-        top = float(torch.tensor(float(len(self.data.classes))).log())
+        ood: Evaluation | None = None
+        if self.ood is not None:  # of these only the entropies count, so any target will do
+            targets = torch.zeros(len(self.ood.inputs), dtype=torch.long)
+            ood = self._assess(run, Split(self.ood.inputs, targets))
+        top = math.log(len(self.data.classes))
         edges = torch.linspace(0.0, top, _BINS + 1)
         histograms: dict[str, Any] = {"edges": edges.tolist()}
         for name, evaluation in (("clean", clean), ("shifted", whole), ("ood", ood)):
@@ -202,18 +210,13 @@ class Bench:
             for kind in ("entropy", "mutual_information"):
                 scores = ood_scores(clean.examples[kind], ood.examples[kind])
                 figures["ood"] |= {f"auroc_{kind}": scores.auroc, f"aupr_{kind}": scores.aupr}
-        points = [("clean", 0, clean.compute())]
-        points += [(name, int(s), metrics) for name, rows in by_shift.items() for s, metrics in rows.items()]
         figures["disagreement"] = [
-            {"shift": name, "severity": s, "accuracy": m["accuracy"], "disagreement": m["disagreement"]}
-            for name, s, m in points
+            {"shift": name, "severity": int(s), "accuracy": m["accuracy"], "disagreement": m["disagreement"]}
+            for name, rows in by_place.items()
+            for s, m in rows.items()
             if "disagreement" in m
         ]
         return figures
-
-    def _dummy_targets(self) -> Tensor:
-        assert self.ood is not None
-        return torch.zeros(len(self.ood.inputs), dtype=torch.long)
 
     def _regression_figures(self, run: Run, clean: Evaluation) -> dict[str, Any]:
         columns = clean.examples
@@ -225,13 +228,13 @@ class Bench:
         scaling = self.data.target_scaling
         assert scaling is not None
         found = predict(
-            run.model, run.prepared(x), samples=samples_for(run.model, self.config.draws), noise="shared",
+            run.model, run.prepared(x), samples=run.samples, noise="shared",
             seed=EVALUATION_SEED, likelihood=run.likelihood,
         )  # fmt: skip
         lower, upper = found.interval(0.9)
-        spread = 1.645 * found.epistemic.sqrt()
+        half = 1.645 * found.epistemic.sqrt()  # of 90 % of a Normal
         curves = {"mean": found.mean, "lower": lower, "upper": upper}
-        curves |= {"epistemic_lower": found.mean - spread, "epistemic_upper": found.mean + spread}
+        curves |= {"epistemic_lower": found.mean - half, "epistemic_upper": found.mean + half}
         return {
             "fit": {
                 "x": x[:, 0].tolist(),
@@ -252,56 +255,6 @@ class Bench:
         order = inputs.argsort()
         values: list[float] = np.asarray(np.interp(x, inputs[order], torch.tensor(truth)[order])).tolist()
         return values
-
-    def _examples(self, run: Run, clean: Evaluation) -> dict[str, list[dict[str, Any]]]:
-        columns = clean.examples
-        if self.data.task == "regression":
-            order = columns["variance"][:, 0].argsort(descending=True)
-            away = (columns["target"] - columns["prediction"])[:, 0].square() / columns["variance"][:, 0]
-            chosen = {"least": order, "most": order.flip(0), "wrong": away.argsort(descending=True)}
-            return {name: self._real(columns, rows) for name, rows in chosen.items()}
-        order = columns["entropy"].argsort(descending=True)
-        wrong = (columns["prediction"] != columns["target"]).nonzero()[:, 0]
-        wrong = wrong[columns["confidence"][wrong].argsort(descending=True)]
-        chosen = {"least": order[:_EXAMPLES], "most": order.flip(0)[:_EXAMPLES], "wrong": wrong[:_EXAMPLES]}
-        return {name: self._classes(run, columns, rows) for name, rows in chosen.items() if len(rows)}
-
-    def _classes(self, run: Run, columns: dict[str, Tensor], rows: Tensor) -> list[dict[str, Any]]:
-        raw = self.test.inputs[rows]
-        # The same noise as in the evaluation: it is keyed by the example's place in the test data.
-        probabilities = [
-            predict(
-                run.model, run.prepared(raw[i : i + 1]), samples=samples_for(run.model, self.config.draws),
-                noise="shared", seed=EVALUATION_SEED, first_example=int(row),
-            ).mean[0]
-            for i, row in enumerate(rows)
-        ]  # fmt: skip
-        names = self.data.classes
-        return [
-            {
-                "index": int(self.rows[row]),
-                "target": names[int(columns["target"][row])],
-                "prediction": names[int(columns["prediction"][row])],
-                **{k: float(columns[k][row]) for k in ("confidence", "entropy", "mutual_information")},
-                "probabilities": probabilities[i].tolist(),
-                **self._picture(raw[i]),
-            }
-            for i, row in enumerate(rows)
-        ]
-
-    def _real(self, columns: dict[str, Tensor], order: Tensor) -> list[dict[str, Any]]:
-        keys = ("target", "prediction", "lower", "upper")
-        return [
-            {"index": int(self.rows[row]), **{key: float(columns[key][row, 0]) for key in keys},
-             **self._picture(self.test.inputs[row])}
-            for row in order[:_EXAMPLES]
-        ]  # fmt: skip
-
-    def _picture(self, raw: Tensor) -> dict[str, Any]:
-        if self.data.kind == "image":
-            return {"pixels": raw.tolist(), "features": None}
-        values = [float(value) for value in raw]
-        return {"pixels": None, "features": dict(zip(self.data.features, values, strict=True))}
 
 
 def spread(count: int, most: int) -> Tensor:

@@ -162,6 +162,8 @@ def evaluate_run(
 ) -> dict[str, Any]:  # fmt: skip
     """Measure one trained run as ``compare`` does, on its own test data or on others of the same layout."""
     start = time.monotonic()
+    if draws is not None:
+        run = dataclasses.replace(run, config=dataclasses.replace(run.config, draws=draws))
     one = run.config
     options = data_options or (one.data_options if data is None else {})
     opened = open_data(data or one.data, data_root, options)
@@ -186,7 +188,7 @@ def evaluate_run(
     label = type(parse_method(one.method)).__name__
     config = CompareConfig(
         data or one.data, options, one.network, (Contender(label, one.method),),
-        (one.training.seed,), draws or one.draws, shifts, max_test=max_test, training=one.training,
+        (one.training.seed,), one.draws, shifts, max_test=max_test, training=one.training,
     )  # fmt: skip
     bench = Bench(config, chosen, data_root)
     history, seconds = _training_of(folder)

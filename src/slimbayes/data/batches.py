@@ -66,8 +66,7 @@ class Batches:
         self.scaling, self.target_scaling = scaling, target_scaling
         self.augment, self.pad, self.channels_last = tuple(augment), pad, channels_last
         self.rank, self.world = rank, world
-        whole, rest = divmod(len(split), batch_size)
-        self._length = whole + int(rest >= world and not drop_last)  # rest ≥ world ≥ 1: a row for every rank
+        self._length = batch_count(len(split), batch_size, world, drop_last)
         if self._length == 0:
             raise DataError(
                 f"{len(split)} examples give no batch of {batch_size} rows for {world} ranks"
@@ -107,10 +106,7 @@ class Batches:
 
     def rows(self, index: int) -> tuple[int, int]:
         """First position of this rank's part of batch ``index``, and the one after its last."""
-        first = index * self.batch_size
-        size = min(self.batch_size, len(self.split) - first)
-        low, high = (r * size // self.world for r in (self.rank, self.rank + 1))
-        return first + low, first + high
+        return batch_rows(index, len(self.split), self.batch_size, self.rank, self.world)
 
     def _examples(self, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
         inputs, targets = self.split.inputs[rows], self.split.targets[rows]
@@ -125,6 +121,28 @@ class Batches:
         if self.target_scaling is not None:
             targets = self.target_scaling(targets)
         return inputs, targets
+
+
+def batch_count(count: int, batch_size: int, world: int, drop_last: bool) -> int:
+    """Batches of an epoch; a last short one counts if it has a row for every rank.
+
+    >>> batch_count(10, 4, 2, drop_last=False), batch_count(9, 4, 2, drop_last=False)
+    (3, 2)
+    """
+    whole, rest = divmod(count, batch_size)
+    return whole + int(rest >= world and not drop_last)
+
+
+def batch_rows(index: int, count: int, batch_size: int, rank: int, world: int) -> tuple[int, int]:
+    """First position of a rank's part of a batch of the epoch, and the one after its last.
+
+    >>> batch_rows(1, 10, 4, rank=1, world=2)
+    (6, 8)
+    """
+    first = index * batch_size
+    size = min(batch_size, count - first)
+    low, high = (r * size // world for r in (rank, rank + 1))
+    return first + low, first + high
 
 
 def draws(seed: int, epoch: int, positions: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from slimbayes.data.base import DataError, Kind, Scaling, Task
+from slimbayes.data.batches import batch_count, batch_rows
 from slimbayes.data.files import find_root, missing
 from slimbayes.data.streams import ImageStream, ImageTree, OnError, Place, TarShards
 
@@ -51,8 +52,7 @@ class StreamBatches:
         self.stream, self.batch_size, self.scaling, self.device = stream, batch_size, scaling, device
         self.rank, self.world, self.workers, self.channels_last = rank, world, workers, channels_last
         self.skipped = 0
-        whole, rest = divmod(len(stream), batch_size)
-        self._length = whole + int(rest >= world and not drop_last)
+        self._length = batch_count(len(stream), batch_size, world, drop_last)
         if self._length == 0:
             raise DataError(f"{len(stream)} images give no batch of {batch_size}: use a smaller batch size")
 
@@ -87,9 +87,7 @@ class StreamBatches:
 
     def rows(self, index: int) -> tuple[int, int]:
         """First position of this rank's part of batch ``index``, and the one after its last."""
-        first = index * self.batch_size
-        size = min(self.batch_size, len(self.stream) - first)
-        return first + self.rank * size // self.world, first + (self.rank + 1) * size // self.world
+        return batch_rows(index, len(self.stream), self.batch_size, self.rank, self.world)
 
     def _ready(self, images: Tensor) -> Tensor:
         layout = torch.channels_last if self.channels_last else torch.contiguous_format

@@ -45,7 +45,9 @@ def take_up(run: Run) -> list[Row]:
     tensors, facts = read_state(path)
     for key, value in _identity(run).items():
         if facts.get(key) != value:
-            raise CheckpointError(f"cannot resume from {str(path)!r}: {_difference(facts[key], value, key)}")
+            raise CheckpointError(
+                f"cannot resume from {str(path)!r}: {_difference(facts.get(key), value, key)}"
+            )
     try:
         put_weights(run, tensors)
         restore_optimizer(run.optimizer, tensors, facts["optimizer"])

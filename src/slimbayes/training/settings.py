@@ -65,7 +65,7 @@ class Training:
         0.4,
         0.8,
         0.9,
-    )  # "steps": fractions of the run (100, 200, 225 of 250 epochs)
+    )  # "steps": fractions of the run, here 100, 200, 225 of 250
     decay: float = 0.2  # "steps": the factor at each milestone
     warmup: float = 0.0  # epochs of linear warm-up from 0
     kl_weight: float = 1.0

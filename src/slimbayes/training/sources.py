@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from slimbayes.data import Batches, Dataset, Scaling, Split, StreamedDataset
+from slimbayes.evaluate import as_pair
 from slimbayes.training.settings import Training
 
 Batch = tuple[Any, Tensor]
@@ -67,9 +68,7 @@ class LoaderSource:
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches from the one numbered ``start``; earlier ones are read and dropped."""
         self._seed(number, -1)
-        if hasattr(
-            self.batches, "_num_iter_calls"
-        ):  # Fabric's loader counts epochs for the sampler by itself
+        if hasattr(self.batches, "_num_iter_calls"):  # Fabric's loader counts epochs for its sampler
             self.batches._num_iter_calls = number
         iterator = iter(self.batches)
         for index in range(self.length):
@@ -83,33 +82,13 @@ class LoaderSource:
                     f"not a generator"
                 ) from None
             if index >= start:
-                yield as_pair(batch)
+                yield as_pair(batch, index)
 
     def _seed(self, number: int, index: int) -> None:
         seed = mixed_seed(self.seed, 2, number, index + 1)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-
-
-def as_pair(batch: Any) -> Batch:
-    """(inputs, targets) of a batch, or an error that says what was found instead.
-
-    >>> as_pair([torch.zeros(2, 3), torch.zeros(2)])[1].shape
-    torch.Size([2])
-    """
-    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
-        return batch[0], batch[1]
-    raise TypeError(
-        f"a batch is a pair (inputs, targets) with targets a tensor, got {_describe(batch)}; wrap the loader in "
-        f"a generator class that yields such pairs"
-    )
-
-
-def _describe(batch: Any) -> str:
-    if isinstance(batch, (tuple, list)):
-        return f"{type(batch).__name__} of {len(batch)}: {', '.join(type(item).__name__ for item in batch)}"
-    return type(batch).__name__
 
 
 def make_source(
@@ -125,12 +104,12 @@ def make_source(
         augment = data.augment if train and settings.augment else ()
         scaling, target_scaling = data.scaling, data.target_scaling
         data = data.train if train else data.test
-    if settings.batch_size % world:
+    split = as_split(data)
+    if settings.batch_size % world and (split is not None or isinstance(data, StreamedDataset)):
         raise ValueError(
             f"batch_size={settings.batch_size} cannot be divided evenly among {world} processes, and uneven parts "
             f"would be weighted wrongly: use a multiple of {world}"
         )
-    split = as_split(data)
     if split is not None:
         if len(split) < world:
             held = f"{len(split)} examples" if len(split) else "no examples"

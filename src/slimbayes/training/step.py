@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slimbayes.draws import draw
+from slimbayes.evaluate import arguments
 from slimbayes.likelihoods import Likelihood
 from slimbayes.objective import elbo
+from slimbayes.predict import scored
 from slimbayes.training.settings import Training
 
 
@@ -38,14 +40,8 @@ class Objective(nn.Module):
 
     def forward(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(nll with the gradients of learned mixing, nll, KL)."""
-        options: dict[str, Any] = {"samples": self.samples, "noise": self.noise}
-        if isinstance(inputs, dict):
-            draws = draw(self.model, **inputs, **options)
-        elif isinstance(inputs, (tuple, list)):
-            draws = draw(self.model, *inputs, **options)
-        else:
-            draws = draw(self.model, inputs, **options)
-        draws = getattr(draws, "logits", draws)
+        args, named = arguments(inputs)
+        draws = scored(draw(self.model, *args, samples=self.samples, noise=self.noise, **named))
         result = elbo(
             draws, targets, self.model, self.num_data, self.likelihood, self.reduction, kl_weight=0.0
         )

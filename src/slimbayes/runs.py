@@ -19,7 +19,6 @@ from slimbayes.data import Dataset, Scaling, StreamedDataset, stream
 from slimbayes.data import load as load_data
 from slimbayes.files import write_whole
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood
-from slimbayes.methods import BatchEnsemble, DeepEnsemble, Deterministic, Rank1
 from slimbayes.provenance import provenance
 from slimbayes.record import find_record
 from slimbayes.specs import network_builder, parse_method
@@ -127,15 +126,12 @@ class Run:
 def samples_for(model: nn.Module, draws: int) -> int:
     """Samples per component for about so many draws; 1 where further samples would be copies.
 
+    >>> from slimbayes.methods import Rank1
     >>> samples_for(bayesianize(nn.Linear(2, 2), Rank1(components=4)), draws=32)
     8
     """
     record = find_record(model)
-    if all(
-        isinstance(m, (Deterministic, BatchEnsemble, DeepEnsemble))
-        or (isinstance(m, Rank1) and m.posterior == "delta")
-        for m in record.methods
-    ):
+    if not any(method.traits.noisy for method in record.methods):
         return 1
     return max(1, draws // record.components)
 

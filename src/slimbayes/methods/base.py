@@ -45,7 +45,7 @@ class Traits:
     ``components`` is what the draws axis counts, ``step_components`` how many of them one training step uses
     (None: all). ``trains_base=False`` freezes all but the new parameters. With ``randomizes_weight`` the
     weight itself is random, so that layers tied to it must follow. ``shared_prior`` is the prior of the
-    parameters that no rule converted.
+    parameters that no rule converted. Where a method is not ``noisy``, samples of one component are copies.
     """
 
     components: int = 1
@@ -53,6 +53,7 @@ class Traits:
     trains_base: bool = True
     randomizes_weight: bool = False
     shared_prior: Prior | None = None
+    noisy: bool = True
 
 
 class Method(ABC):

@@ -34,7 +34,7 @@ class DeepEnsemble(Method):
     @property
     def traits(self) -> Traits:
         """What conversion and draws need to know."""
-        return Traits(components=self.members)
+        return Traits(components=self.members, noisy=False)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """The whole model is one ensemble; conversion handles it as such."""
@@ -103,7 +103,7 @@ class Deterministic(Method):
     @property
     def traits(self) -> Traits:
         """What conversion and draws need to know."""
-        return Traits()
+        return Traits(noisy=False)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Every layer, and none is changed."""

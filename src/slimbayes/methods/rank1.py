@@ -90,8 +90,9 @@ class Rank1(Method):
     def traits(self) -> Traits:
         """What conversion and draws need to know."""
         return Traits(
-            components=self.components, step_components=self.components_per_step, trains_base=self.train_base
-        )
+            components=self.components, step_components=self.components_per_step, trains_base=self.train_base,
+            noisy=self.posterior != "delta",
+        )  # fmt: skip
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""
@@ -160,7 +161,7 @@ class BatchEnsemble(Method):
     @property
     def traits(self) -> Traits:
         """What conversion and draws need to know."""
-        return Traits(components=self.components)
+        return Traits(components=self.components, noisy=False)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""

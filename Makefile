@@ -1,7 +1,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test lint typecheck coverage bench docs clean
+.PHONY: help venv demo test lint typecheck coverage bench bench-peers docs clean
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -9,6 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
+
+PEERS := .venv-peers
+RESULTS := bench/results
 
 # One torch thread per test worker: more only makes the workers wait for each other.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov
@@ -26,7 +29,7 @@ define install
 endef
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(DEV)  ## set up ./.venv for development
 
@@ -46,16 +49,17 @@ typecheck: $(DEV)  ## mypy, strict
 coverage: $(DEV)  ## tests with a coverage page in htmlcov/
 	$(PYTEST) --cov-report=term --cov-report=html $(PYTEST_ARGS)
 
-bench: $(DEV)  ## run every script in bench/
-	@shopt -s nullglob; scripts=(bench/[!_]*.py); \
-	if [ $${#scripts[@]} -eq 0 ]; then echo "bench/ holds no benchmark yet: nothing was run."; fi; \
-	for script in "$${scripts[@]}"; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+bench: $(DEV)  ## what every method costs, against deterministic and (after bench-peers) against peers
+	$(BIN)/slimbayes bench --device cpu --output $(RESULTS)/bench-cpu.json $(if $(wildcard $(PEERS)/bin/python),--peers $(PEERS)/bin/python) $(BENCH_ARGS)
+	$(BIN)/python docs/generate.py
+
+bench-peers: $(PEERS)/.installed  ## set up ./.venv-peers with the packages that bench compares with
 
 docs: $(DEV)  ## check that the generated tables in docs/ are current
 	$(BIN)/python docs/generate.py --check
 
 clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) slimbayes-compare slimbayes-run build dist src/*.egg-info htmlcov .coverage .coverage.* \
+	rm -rf $(VENV) $(PEERS) slimbayes-compare slimbayes-run build dist src/*.egg-info htmlcov .coverage .coverage.* \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -67,3 +71,10 @@ $(DEV): pyproject.toml constraints.txt
 $(BASE): pyproject.toml constraints.txt
 	$(call install,.[cli])
 	@touch $(BASE)
+
+# Some peers ask for torchvision and Lightning, which their layers do not need: they come without dependencies.
+$(PEERS)/.installed: bench/peers/requirements.txt bench/peers/packages.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -r bench/peers/requirements.txt
+	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r bench/peers/packages.txt
+	@touch $@

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import slimbayes as sb
+from slimbayes.bench.page import page_text
 from slimbayes.layers import TABLE, UNSUPPORTED, WEIGHTED
 from slimbayes.layers.base import Converted
 from slimbayes.layers.linear import TransposedLinear
@@ -97,7 +98,12 @@ def support() -> str:
     )
 
 
-PAGES = {"support.md": support}
+def speed() -> str:
+    """The page docs/speed.md, from the figures in bench/results."""
+    return page_text(DOCS.parent / "bench" / "results", DOCS)
+
+
+PAGES = {"support.md": support, "speed.md": speed}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,6 +8,8 @@ import pytest
 # on an illegal instruction. Read by oneDNN when torch is first imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import torch._dynamo  # noqa: F401 - slimbayes does not import the compiler, and tests reset it
+
 
 @pytest.fixture(scope="module")
 def on_cpu():

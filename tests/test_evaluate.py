@@ -88,7 +88,7 @@ def test_chunks_within_and_beyond_a_batch(chunk):
 def test_chunks_bound_the_rows_of_a_pass_and_the_draws_held(monkeypatch):
     model, y = convert(lambda: mlp(3, 4), METHODS["rank1"]()), labels(4)
     rows, held, update = [], [], Evaluation.update
-    model.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    model[0].register_forward_hook(lambda module, args, output: rows.append(len(output)))
     monkeypatch.setattr(
         Evaluation, "update", lambda self, p, t: (held.append(p.draws.numel()), update(self, p, t))[1]
     )

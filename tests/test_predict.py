@@ -41,7 +41,8 @@ def test_every_likelihood_from_training_to_prediction(method, kind):
     assert losses[-1] < losses[0] - 0.1
     prediction = sb.predict(model, x, samples=4, seed=1, likelihood=likelihood)
     draws = sb.draw(model.eval(), x, samples=4, seed=1).detach()
-    assert torch.equal(prediction.draws, draws)
+    # Not bit for bit: without gradients a member runs on the batch as it is, not on a copy for every sample.
+    torch.testing.assert_close(prediction.draws, draws, rtol=1e-5, atol=1e-6)
     # The mixture, from the draws by hand.
     log_prob = likelihood.log_prob(draws, targets)
     close(prediction.log_prob(targets), log_prob.exp().mean(0).log())

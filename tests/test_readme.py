@@ -4,6 +4,8 @@ import ast
 import doctest
 import functools
 import re
+import sys
+import types
 import textwrap
 from pathlib import Path
 
@@ -32,7 +34,9 @@ def blocks(page):
 @functools.cache
 def executed(page):
     """Run a page's blocks from top to bottom in one namespace, and return that."""
-    space = {"__name__": page.stem}
+    module = types.ModuleType(f"page_{page.stem}")
+    sys.modules[module.__name__] = module  # the compiler looks a function's module up
+    space = vars(module)
     torch.manual_seed(0)
     for language, line, code in blocks(page):
         where = f"{page.relative_to(ROOT)}, line {line + 1}"

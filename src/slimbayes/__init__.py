@@ -11,10 +11,12 @@ torch.Size([8, 3])
 
 from slimbayes import data, metrics, models
 from slimbayes.checkpoint import CheckpointError, load, save
+from slimbayes.compiling import compile
 from slimbayes.context import RowError
 from slimbayes.convert import bayesianize
 from slimbayes.draws import draw
 from slimbayes.evaluate import evaluate
+from slimbayes.fast import fast_paths
 from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian
 from slimbayes.methods import (
     ECMP,
@@ -67,10 +69,12 @@ __all__ = [
     "Training",
     "TrainingError",
     "bayesianize",
+    "compile",
     "data",
     "draw",
     "elbo",
     "evaluate",
+    "fast_paths",
     "fit",
     "kl",
     "load",

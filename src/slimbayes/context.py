@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimbayes.keyed import keyed_noise, layer_key
+from slimbayes.noise import fresh_noise
+from slimbayes.tracing import constant
 
 NOISE_MODES = ("example", "shared", "mean")
 
 # Hashing is plain Python: the compiler takes the key as a constant and guards on the seed.
-_constant_layer_key = torch.compiler.assume_constant_result(layer_key)
+_constant_layer_key = constant(layer_key)
 
 
 class RowError(ValueError):
     """A converted layer met an input whose first axis is not the rows of the draw."""
+
+
+class Late(ABC):
+    """What a draw whose network runs on the batch as it is asks of its random layers (``late.py``)."""
+
+    @abstractmethod
+    def untiled(self, layer: str, rows: int) -> bool:
+        """Whether the rows that ``layer`` is handed still have to be repeated for every draw."""
+
+    @abstractmethod
+    def result(self, output: Any) -> Any:
+        """The output of a random layer, on its way on."""
 
 
 @dataclass
@@ -37,7 +53,10 @@ class Draw:
     cache: dict[str, Tensor] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)  # noises made so far, by source
     log_probs: dict[str, Tensor] = field(default_factory=dict)
+    byproducts: dict[str, Any] = field(default_factory=dict)  # what a KL of the same weights need not redo
+    prefilled: dict[str, Tensor] = field(default_factory=dict)  # sampled before the network ran
     rows_seen: dict[str, list[int]] | None = None  # of every call, by layer
+    late: Late | None = None  # None: the inputs are repeated before the network sees them
 
     @property
     def rows(self) -> int:
@@ -52,6 +71,26 @@ class _State(threading.local):
 
 
 _STATE = _State()
+
+
+def repeat_rows(rows: Tensor, draws: int) -> Tensor:
+    """[B, ...] to [draws·B, ...], channels_last images kept so.
+
+    >>> repeat_rows(torch.tensor([1, 2]), 2)
+    tensor([1, 2, 1, 2])
+    """
+    moved = rows.movedim(1, -1) if rows.dim() in (4, 5) else rows
+    if rows is moved or rows.is_contiguous() or not moved.is_contiguous():
+        return rows.expand(draws, *rows.shape).flatten(0, 1)
+    return moved.expand(draws, *moved.shape).flatten(0, 1).movedim(-1, 1)
+
+
+def late_draw() -> Draw | None:
+    """The draw in progress if its random layers are to repeat their rows, else None."""
+    draw = _STATE.current
+    if draw is None:
+        draw = _recomputed_draw()
+    return None if draw is None or draw.late is None else draw
 
 
 def current_draw() -> Draw | None:
@@ -79,7 +118,10 @@ class activate:
     ) -> None:
         _STATE.current = self.outer
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            _STATE.finished = replace(self.draw, cache={}, calls={}, log_probs={}, rows_seen=None)
+            cache = dict(self.draw.prefilled)  # what no layer sampled, none can sample again
+            _STATE.finished = replace(
+                self.draw, cache=cache, calls={}, log_probs={}, byproducts={}, rows_seen=None
+            )
 
 
 def _recomputed_draw() -> Draw | None:
@@ -110,6 +152,7 @@ class Frame:
     extra: int
     noise: str
     draw: Draw | None
+    tiled: bool = True  # False: the layer's input has the rows of one draw, the same for all
 
     @property
     def draws(self) -> int:
@@ -170,22 +213,11 @@ def choose_components(total: int, count: int, seed: int | None, device: torch.de
     )
 
 
-def fresh_noise(kind: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Standard noise from torch's own generator."""
-    if kind == "normal":
-        return torch.randn(size, dtype=dtype, device=device)
-    uniform = torch.rand(size, dtype=dtype, device=device)
-    if kind == "uniform":
-        return uniform
-    if kind == "sign":
-        return (uniform < 0.5).to(dtype).mul(2.0).sub(1.0)
-    if kind == "cauchy":
-        return torch.tan(torch.pi * (uniform - 0.5))
-    raise ValueError(f"unknown kind of noise {kind!r}; use 'normal', 'uniform', 'sign' or 'cauchy'")
+def frame(layer: str, rows: int, components: int = 1, untiled: bool = False) -> Frame:
+    """Split the ``rows`` that layer ``layer`` sees into draws, examples and what is folded after them.
 
-
-def frame(layer: str, rows: int, components: int = 1) -> Frame:
-    """Split the ``rows`` that layer ``layer`` sees into draws, examples and what is folded after them."""
+    ``untiled``: they are those of one draw, and stand for all.
+    """
     draw = _STATE.current or _recomputed_draw()
     if draw is None:
         if rows % components != 0:
@@ -197,9 +229,12 @@ def frame(layer: str, rows: int, components: int = 1) -> Frame:
         return Frame(components, 1, rows // components, 1, "example", None)
     if draw.rows_seen is not None:
         draw.rows_seen.setdefault(layer, []).append(rows)
+    if untiled:
+        rows = rows * draw.components * draw.samples
     if rows % draw.rows != 0 or rows == 0:
         raise RowError(row_message(layer, rows, draw))
-    return Frame(draw.components, draw.samples, draw.batch, rows // draw.rows, draw.noise, draw)
+    extra = rows // draw.rows
+    return Frame(draw.components, draw.samples, draw.batch, extra, draw.noise, draw, not untiled)
 
 
 def row_message(layer: str, rows: int, draw: Draw) -> str:

@@ -5,15 +5,26 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.context import NOISE_MODES, Draw, RowError, activate, choose_components, row_message
-from slimbayes.record import Record, find_record, unwrap
+from slimbayes import fast
+from slimbayes.apply.bulk import DEVICES, find_groups, prefill
+from slimbayes.context import (
+    NOISE_MODES,
+    Draw,
+    RowError,
+    activate,
+    choose_components,
+    repeat_rows,
+    row_message,
+)
+from slimbayes.late import Plan, probe, signature
+from slimbayes.record import Record, converted_layers, find_record, unwrap
 
 
 def draw(
@@ -63,17 +74,18 @@ class FlatInputs:
         """Arguments with the batch repeated for every draw: [draws·B, ...], draws outermost."""
         flat = self
         if draws > 1:
-            flat = self.map_tiled(lambda leaf: _repeat(leaf, draws), self.batch)
+            flat = self.map_tiled(lambda leaf: repeat_rows(leaf, draws), self.batch)
         args, kwargs = pytree.tree_unflatten(flat.leaves, self.spec)
         return args, kwargs
 
+    def resized(self, batch: int) -> FlatInputs:
+        """A few rows of these inputs: the first, repeated where there are too few, and the last ones."""
+        last = min(batch, self.batch) - 1
 
-def _repeat(leaf: Tensor, draws: int) -> Tensor:
-    """[B, ...] to [draws·B, ...], channels_last images kept so."""
-    moved = leaf.movedim(1, -1) if leaf.dim() in (4, 5) else leaf
-    if leaf is moved or leaf.is_contiguous() or not moved.is_contiguous():
-        return leaf.expand(draws, *leaf.shape).flatten(0, 1)
-    return moved.expand(draws, *moved.shape).flatten(0, 1).movedim(-1, 1)
+        def change(leaf: Tensor) -> Tensor:
+            return torch.cat([leaf[:1]] * (batch - last) + [leaf[len(leaf) - last :]])
+
+        return self.map_tiled(change, batch)
 
 
 def flatten_inputs(
@@ -99,28 +111,119 @@ def draw_flat(
     seed: int | None,
     first_example: int,
     first_sample: int,
+    evaluated: bool = False,
 ) -> Any:
-    """``draw`` on flattened inputs."""
+    """``draw`` on flattened inputs; ``evaluated`` says that no module is in training mode."""
     if isinstance(model, nn.DataParallel):
         raise TypeError(
             "DataParallel cuts the rows of a draw across its components; use DistributedDataParallel"
         )
     record = find_record(model)
     check_options(samples, noise, seed)
-    components, ids = _active_components(model, record, flat.leaves, seed)
+    components, ids = _active_components(unwrap(model), record, flat.leaves, seed)
+    draws = components * samples
     now = Draw(components, samples, flat.batch, noise, seed, first_sample, first_example, ids)
+    # Without gradients only: torch's own backward passes may depend on how often a row occurs.
+    if (
+        draws > 1
+        and fast.paths.late
+        and not torch.is_grad_enabled()
+        and (evaluated or not unwrap(model).training)
+    ):
+        found, output = _late(model, record, flat, now, evaluated)
+        if found:
+            return _unfold(output, draws, flat.batch)
     check_rows = not record.rows_checked and not torch.compiler.is_compiling() and model is unwrap(model)
     if check_rows:
         now.rows_seen = {}
-    args, kwargs = flat.tile(components * samples)
+    args, kwargs = flat.tile(draws)
+    _prefill(model, flat, now)
     with activate(now):
         output = model(*args, **kwargs)
     if check_rows:
         _verify_rows(model, now, flat)
         record.rows_checked = True
+    _keep_mixing(record, now)
+    return _unfold(output, draws, flat.batch)
+
+
+def _prefill(model: nn.Module, flat: FlatInputs, now: Draw) -> None:
+    if any([isinstance(leaf, Tensor) and leaf.device.type in DEVICES for leaf in flat.leaves]):
+        prefill(find_groups([layer.bayes for _, layer in converted_layers(model)]), now)
+
+
+def _keep_mixing(record: Record, now: Draw) -> None:
     if torch.is_grad_enabled():  # a prediction in between must not take the place of the draws to be scored
         record.mixing = list(now.log_probs.values())
-    return _unfold(output, components * samples, flat.batch)
+        record.byproducts = now.byproducts
+
+
+def _late(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, evaluated: bool) -> tuple[bool, Any]:
+    """Run with late tiling where the network allows it: (True, output), else (False, None)."""
+    tracing = torch._C._get_tracing_state() is not None
+    if tracing or torch.compiler.is_compiling():
+        return False, None
+    inner = unwrap(model)
+    if not evaluated and any(module.training for module in modules(inner)):
+        return False, None
+    key = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, now.noise)
+    if key is None or (key not in record.late and now.rows < 2 * now.components * min(flat.batch, 2)):
+        return False, None  # a probe would have more rows
+    plan = plan_for(inner, record, flat, now.noise, key)
+    if plan is None:
+        return False, None
+    args, kwargs = flat.tile(1)
+    try:
+        late = replace(now, late=plan, cache={}, calls={}, log_probs={}, byproducts={})
+        _prefill(model, flat, late)
+        with activate(late):
+            output = plan.finish(model(*args, **kwargs), now.components * now.samples)
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        record.late[key] = None  # the plain pass runs, or says what is wrong
+        return False, None
+    _keep_mixing(record, late)
+    return True, output
+
+
+def plan_for(
+    model: nn.Module, record: Record, flat: FlatInputs, noise: str, key: tuple[Any, ...]
+) -> Plan | None:
+    """How to tile late for inputs with this signature, probed once; None where that is not safe."""
+    if key not in record.late:
+        known = record.rows_checked
+        plan = probe(model, flat.resized, record.components, flat.batch, noise, not known)
+        record.late[key] = plan
+        record.rows_checked = known or plan is not None
+    return record.late[key]
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host ran out of memory.
+
+    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(ValueError())
+    (True, False)
+    """
+    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def modules(model: nn.Module) -> list[nn.Module]:
+    """Every module, each once: ``model.modules()`` without the names.
+
+    >>> len(modules(nn.Sequential(nn.ReLU(), nn.ReLU())))
+    3
+    """
+    found = {id(model): model}
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return list(found.values())
 
 
 def check_options(samples: int, noise: str, seed: int | None) -> None:
@@ -221,10 +324,14 @@ def _verify_rows(model: nn.Module, seen: Draw, flat: FlatInputs) -> None:
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode and restore every module's own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
+    if not any(module.training for module in modules(model)):
+        yield
+        return
+    modes = [(module, module.training) for module in modules(model)]
     model.eval()
     try:
         yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            if module.training != mode:
+                module.training = mode

@@ -11,13 +11,14 @@ from torch import distributions as td
 from torch.distributions.kl import register_kl
 
 from slimbayes import distributions as d
-from slimbayes.context import fresh_noise
+from slimbayes.logsigma import interpolates, sum_log_sigma
+from slimbayes.noise import fresh_noise
 
 _Formula = Callable[[Any, Any], Tensor]
 _CLOSED: dict[tuple[type, type], _Formula] = {}
 
 
-def _closed(q: type, p: type, torch_pair: tuple[type, type] | None = None) -> Callable[[_Formula], _Formula]:
+def closed(q: type, p: type, torch_pair: tuple[type, type] | None = None) -> Callable[[_Formula], _Formula]:
     """Register a formula for an exact pair of our types, and with torch where torch has none.
 
     torch's own dispatch walks its registry with generators, which torch.compile cannot trace.
@@ -32,8 +33,8 @@ def _closed(q: type, p: type, torch_pair: tuple[type, type] | None = None) -> Ca
     return keep
 
 
-@_closed(d.Normal, d.Normal)
-@_closed(d.LogNormal, d.LogNormal, (d.LogNormal, d.LogNormal))
+@closed(d.Normal, d.Normal)
+@closed(d.LogNormal, d.LogNormal, (d.LogNormal, d.LogNormal))
 def normal_normal(q: td.Normal | d.LogNormal, p: td.Normal | d.LogNormal) -> Tensor:
     """log(σ_p/σ) + (σ² + (μ − μ_p)²)/(2σ_p²) − ½, elementwise; log-normals have it in log-space.
 
@@ -46,7 +47,7 @@ def normal_normal(q: td.Normal | d.LogNormal, p: td.Normal | d.LogNormal) -> Ten
     return 0.5 * (variance + ((q.loc - p.loc) / p.scale).square() - 1.0 - variance.log())
 
 
-@_closed(d.Cauchy, d.Cauchy, (td.Cauchy, td.Cauchy))
+@closed(d.Cauchy, d.Cauchy, (td.Cauchy, td.Cauchy))
 def cauchy_cauchy(q: td.Cauchy, p: td.Cauchy) -> Tensor:
     """log(((γ + γ_p)² + (m − m_p)²)/(4 γ γ_p)), elementwise (Chyzak and Nielsen 2019).
 
@@ -59,21 +60,21 @@ def cauchy_cauchy(q: td.Cauchy, p: td.Cauchy) -> Tensor:
     return numerator.log() - math.log(4.0) - q.scale.log() - p.scale.log()
 
 
-@_closed(d.HalfCauchy, d.HalfCauchy, (d.HalfCauchy, d.HalfCauchy))
+@closed(d.HalfCauchy, d.HalfCauchy, (d.HalfCauchy, d.HalfCauchy))
 def halfcauchy_halfcauchy(q: d.HalfCauchy, p: d.HalfCauchy) -> Tensor:
     """log((γ + γ_p)²/(4 γ γ_p)): the Cauchy's, for its log-ratio is symmetric about the common location."""
     return 2.0 * (q.scale + p.scale).log() - math.log(4.0) - q.scale.log() - p.scale.log()
 
 
-@_closed(d.KTiedNormal, d.Normal)
+@closed(d.KTiedNormal, d.Normal)
 def ktied_normal(q: d.KTiedNormal, p: td.Normal) -> Tensor:
     """The Normal formula summed, with Σσ² = Σ_ab (UᵀU)_ab (VᵀV)_ab: no m×n square is formed.
 
-    Σ log σ = n Σ log u + m Σ log v for k = 1; it needs one pass over U Vᵀ for k ≥ 2.
+    Σ log σ = n Σ log u + m Σ log v for k = 1; k ≥ 2 needs one pass over U Vᵀ, or interpolation (``logsigma``).
     """
     squares = ((q.u.t() @ q.u) * (q.v.t() @ q.v)).sum()
-    if q.u.shape[1] == 1:
-        logs = q.v.shape[0] * q.u.log().sum() + q.u.shape[0] * q.v.log().sum()
+    if q.u.shape[1] == 1 or interpolates(q.u, q.v):
+        logs = sum_log_sigma(q.u.log(), q.v.log())
     else:
         logs = (q.u @ q.v.t()).log().sum()
     elements = q.loc.numel()
@@ -81,7 +82,7 @@ def ktied_normal(q: d.KTiedNormal, p: td.Normal) -> Tensor:
     return 0.5 * (squares + means) / p.scale.square() - logs + elements * (p.scale.log() - 0.5)
 
 
-@_closed(d.Patch, d.Normal)
+@closed(d.Patch, d.Normal)
 def patch_normal(q: d.Patch, p: td.Normal) -> Tensor:
     """Equation 6 of the EMP paper: Σ_k p_k ‖M_k‖²/(2σ_p²), plus n·KL(p‖uniform) for n indices.
 
@@ -92,7 +93,7 @@ def patch_normal(q: d.Patch, p: td.Normal) -> Tensor:
     return 0.5 * (q.probs * energy).sum() + q.indices * mixing
 
 
-@_closed(d.Delta, d.Normal)
+@closed(d.Delta, d.Normal)
 def delta_normal(q: d.Delta, p: td.Normal) -> Tensor:
     """‖M − μ_p‖²/(2σ_p²): a Normal of vanishing spread, up to its (infinite) constant."""
     return 0.5 * ((q.loc - p.loc) / p.scale).square().sum()
@@ -131,7 +132,7 @@ def check_pair(q: type, p: type) -> None:
     )
 
 
-def total_kl(q: td.Distribution, p: td.Distribution) -> Tensor:
+def total_kl(q: Any, p: Any) -> Tensor:
     """KL(q‖p), summed over all elements.
 
     >>> import torch
@@ -139,10 +140,11 @@ def total_kl(q: td.Distribution, p: td.Distribution) -> Tensor:
     >>> float(total_kl(d.Normal(zero + 1, one), d.Normal(zero, one)))
     1.5
     """
-    q, p = at_least_float32(q), at_least_float32(p)
+    if isinstance(q, td.Distribution):  # raw parameters are of no 16-bit type
+        q, p = at_least_float32(q), at_least_float32(p)
     formula = _CLOSED.get((type(q), type(p)))
     if formula is None:
-        return monte_carlo(q, p).sum()  # type: ignore[arg-type]
+        return monte_carlo(q, p).sum()
     return formula(q, p).sum()
 
 

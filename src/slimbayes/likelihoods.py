@@ -88,7 +88,7 @@ class Categorical(Likelihood):
                 "pass targets.long(), or targets.argmax(-1) of one-hot targets"
             )
         _check_shape(draws, targets, draws.select(axis, 0).shape[1:], squeeze=False)
-        if torch.compiler.is_compiling():
+        if not _looks_at(draws):
             return
         classes, labels = draws.shape[axis], targets.long()
         wrong = ((labels < 0) | (labels >= classes)) & ~self._ignored(labels)
@@ -160,7 +160,7 @@ class Bernoulli(Likelihood):
         _check_shape(draws, targets, draws.shape[1:])
         if targets.is_complex():
             raise TypeError(f"Bernoulli targets are bool, integer or float, got {targets.dtype}")
-        if torch.compiler.is_compiling():
+        if not _looks_at(draws):
             return
         wrong = ~((targets >= 0) & (targets <= 1))
         if wrong.any():
@@ -249,7 +249,7 @@ class Gaussian(Likelihood):
         if targets.is_complex() or targets.dtype is torch.bool:
             raise TypeError(f"Gaussian targets are real numbers, got {targets.dtype}: pass targets.float()")
         _check_shape(draws, targets, self.components(draws)[0].shape[1:])
-        if not torch.compiler.is_compiling() and not torch.isfinite(targets).all():
+        if _looks_at(draws) and not torch.isfinite(targets).all():
             raise ValueError(f"Gaussian targets {list(targets.shape)} hold NaN or infinity: drop those rows")
 
     def log_prob(self, draws: Tensor, targets: Tensor) -> Tensor:
@@ -307,6 +307,21 @@ class NotFiniteError(ValueError):
     """Outputs of a network that are NaN or infinite."""
 
 
+_EVERY = 100
+_steps = [0]  # of training on a GPU, over all likelihoods
+
+
+def _looks_at(draws: Tensor) -> bool:
+    """Whether values are checked: always, except in compiled code and in most training steps on a GPU.
+
+    To look at a value is to wait for the GPU, which then waits for the next step to be prepared: there only the
+    first two steps and every hundredth are checked.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return not (draws.is_cuda and draws.requires_grad) or _steps[0] % _EVERY in (1, 2)
+
+
 def _check_types(draws: object, targets: object, likelihood: Likelihood, axes: int) -> None:
     if not isinstance(draws, Tensor) or not draws.is_floating_point():
         kind = draws.dtype if isinstance(draws, Tensor) else type(draws).__name__
@@ -318,7 +333,9 @@ def _check_types(draws: object, targets: object, likelihood: Likelihood, axes: i
             f"{likelihood} takes draws [draws, batch, ...] with at least {axes} axes and one draw, got "
             f"{list(draws.shape)}: use sb.draw(model, x), or outputs.unsqueeze(0) for a single draw"
         )
-    if not torch.compiler.is_compiling() and not torch.isfinite(draws).all():
+    if not torch.compiler.is_compiling() and draws.is_cuda and draws.requires_grad:
+        _steps[0] += 1
+    if _looks_at(draws) and not torch.isfinite(draws).all():
         bad = draws.numel() - int(torch.isfinite(draws).sum())
         raise NotFiniteError(
             f"{bad} of {draws.numel()} elements of draws {list(draws.shape)} are NaN or infinite: if training"

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import distributions as d
+from slimbayes import fast
 from slimbayes.apply.base import KLTerm
+from slimbayes.apply.bulk import find_groups, group_kl, has_closed_kl
+from slimbayes.apply.fused import Sums
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.kl import mixture_kl, total_kl
 from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.record import Record, converted_layers, find_record, unwrap
+from slimbayes.weightkl import Raw
 
 REDUCTIONS = ("average", "mixture", "logits")
 
@@ -35,10 +39,22 @@ def kl(model: nn.Module) -> Tensor:
         total = torch.zeros((), device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
         joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
         seen: set[str] = set()
-        for name, q, p, reduction in _terms(model, record):
+        if fast.paths.factors:
+            for group in find_groups(layer.bayes for _, layer in converted_layers(model)):
+                if has_closed_kl(group):
+                    total = total + group_kl(group)
+                    seen.update(group.sources)
+        for name, q, p, reduction in _terms(model, record, seen):
             if name in seen:
                 continue
             seen.add(name)
+            known = record.byproducts.pop(name, None)
+            if isinstance(known, Sums):
+                if known.valid():
+                    total = total + known.kl()
+                    continue
+            elif isinstance(q, Raw):
+                q.byproduct = known
             if reduction == "monte_carlo":
                 joint[q.loc.shape[0]].append((q, p))
             elif reduction == "mean":
@@ -56,17 +72,22 @@ def _any_parameter(model: nn.Module) -> Tensor:
     return torch.zeros(())
 
 
-def _terms(model: nn.Module, record: Record) -> Iterator[KLTerm]:
-    converted: set[int] = set()
-    for _, layer in converted_layers(model):
-        yield from layer.bayes.kl_terms(layer)
-        converted.update(id(p) for p in layer.parameters())
+def _terms(model: nn.Module, record: Record, done: set[str]) -> Iterator[KLTerm]:
+    layers = [layer for _, layer in converted_layers(model)]
+    for layer in layers:
+        rule = layer.bayes
+        if not (f"{rule.name}.r" in done or f"{rule.name}.s" in done):  # a rule's factors are done together
+            yield from rule.kl_terms(layer)
+    shared = [
+        method.traits.shared_prior for method in record.methods if method.traits.shared_prior is not None
+    ]
+    if not shared:
+        return
+    converted = {id(p) for layer in layers for p in layer.parameters()}
     rest = [(n, p) for n, p in unwrap(model).named_parameters() if id(p) not in converted and p.requires_grad]
-    for method in record.methods:
-        prior = method.traits.shared_prior
-        if prior is not None:
-            for name, parameter in rest:
-                yield f"shared.{name}", d.Delta(parameter), prior.distribution(parameter), "sum"
+    for prior in shared:
+        for name, parameter in rest:
+            yield f"shared.{name}", d.Delta(parameter), prior.distribution(parameter), "sum"
 
 
 @dataclass

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.draws import FlatInputs, check_options, draw_flat, evaluating, flatten_inputs
+from slimbayes import fast
+from slimbayes.budget import Footprint, budget, device_of, footprint, small
+from slimbayes.draws import FlatInputs, check_options, draw_flat, evaluating, flatten_inputs, plan_for
+from slimbayes.late import kept, signature
 from slimbayes.likelihoods import Categorical, Likelihood
-from slimbayes.predictive import Moments, Predictive
-from slimbayes.record import find_record, unwrap
+from slimbayes.pieces import Pieces, attempt
+from slimbayes.predictive import Predictive
+from slimbayes.record import Record, find_record, unwrap
 
 
 def predict(
@@ -31,8 +36,9 @@ def predict(
     """Predictive distribution p(y | x) ≈ (1/D) Σ_d p(y | f_d(x)) over D = components × samples draws.
 
     Runs in eval mode without gradients and restores the model's mode. ``chunk`` bounds the rows (draws ×
-    examples) of one pass, at least one example of every component; the result is the same as in one pass with
-    the same seed. ``keep_draws=False`` keeps running moments instead of all outputs, so that memory does not
+    examples) of one pass, at least one example of every component; None lets the free memory decide. The
+    result is the same as in one pass with the same seed. A pass that runs out of memory is halved and tried
+    again. ``keep_draws=False`` keeps running moments instead of all outputs, so that memory does not
     grow with the number of draws. ``select`` picks the tensor to score from a structured output (default: the
     tensor itself, or ``.logits``). ``first_example`` is the index of the first example, as in ``draw``.
 
@@ -66,20 +72,67 @@ def predict_flat(
     check_options(samples, noise, seed)
     check_chunk(chunk)
     record = find_record(model)
-    if chunk is not None and seed is None:
-        # One function per draw must stay one function in every chunk: chunks are keyed by a random seed.
-        seed = int(torch.randint(2**62, ()))
+    keyed = seed
 
     def run(part: FlatInputs, count: int, first_sample: int, start: int) -> Tensor:
-        output = draw_flat(model, part, count, noise, seed, first_example + start, first_sample)
+        place = first_example + start
+        output = draw_flat(model, part, count, noise, keyed, place, first_sample, evaluated=True)
         return scored(output, select)
 
-    with torch.no_grad(), evaluating(unwrap(model)):
+    inner = unwrap(model)
+    with torch.no_grad(), evaluating(inner):
         if chunk is None:
-            draws = run(flat, samples, 0, 0)
-            likelihood.check(draws)
-            return likelihood.predictive(draws if keep_draws else likelihood.moments(draws))
-        return _chunked(run, flat, samples, record.components, chunk, likelihood, keep_draws)
+            fold = _fold(inner, record, flat, samples, noise)
+        else:
+            examples = max(1, min(flat.batch, chunk // record.components))
+            fold = examples, max(1, min(samples, chunk // (record.components * examples)))
+        if chunk is None and fold == (flat.batch, samples):
+            draws = attempt(lambda: run(flat, samples, 0, 0))
+            if draws is not None:
+                likelihood.check(draws)
+                return likelihood.predictive(draws if keep_draws else likelihood.moments(draws))
+        if keyed is None:
+            # One function per draw must stay one function in every chunk: chunks are keyed by a random seed.
+            keyed = int(torch.randint(2**62, ()))
+        pieces = Pieces(run, flat, samples, record.components, likelihood, keep_draws)
+        return pieces.all(*fold)
+
+
+def _fold(model: nn.Module, record: Record, flat: FlatInputs, samples: int, noise: str) -> tuple[int, int]:
+    """Examples and samples of one pass: all of them, unless memory is too short for that."""
+    whole = flat.batch, samples
+    if small(record.components * samples * flat.batch, record.components) or torch.compiler.is_compiling():
+        return whole
+    device = device_of(flat.leaves, model)
+    available = budget(device)
+    if available is None:
+        return whole
+    inputs = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, noise)
+    if inputs is None:
+        return whole
+    key = samples > 1, inputs
+    if key not in record.footprints:
+        record.footprints[key] = traced(model, flat, samples, noise)
+    known = record.footprints[key]
+    return whole if known is None else known.fold(samples, flat.batch, available)
+
+
+def traced(model: nn.Module, flat: FlatInputs, samples: int, noise: str) -> Footprint | None:
+    """The memory of a pass, from small ones that leave no trace themselves; None if they fail."""
+
+    def run(count: int, examples: int) -> Any:
+        return draw_flat(model, flat.resized(examples), count, noise, 0, 0, 0, evaluated=True)
+
+    with contextlib.suppress(Exception), kept(model, flat.leaves):
+        # What happens only once is not to be traced: the probe, and the check of rows.
+        record = find_record(model)
+        inputs = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, noise)
+        if fast.paths.late and inputs is not None:
+            plan_for(model, record, flat, noise, inputs)
+        if not record.rows_checked:
+            run(1, 1)
+        return footprint(run, flat.batch, samples)
+    return None
 
 
 def check_chunk(chunk: int | None) -> None:
@@ -97,35 +150,3 @@ def scored(output: Any, select: Callable[[Any], Tensor] | None = None) -> Tensor
             f"select=lambda output: output[0]"
         )
     return scored
-
-
-def _chunked(
-    run: Callable[[FlatInputs, int, int, int], Tensor],
-    flat: FlatInputs,
-    samples: int,
-    components: int,
-    chunk: int,
-    likelihood: Likelihood,
-    keep_draws: bool,
-) -> Predictive:
-    examples = max(1, min(flat.batch, chunk // components))
-    per_pass = max(1, chunk // (components * examples))
-    parts: list[Predictive] = []
-    for start in range(0, flat.batch, examples):
-        stop = min(start + examples, flat.batch)
-        part = flat.map_tiled(lambda leaf, rows=slice(start, stop): leaf[rows], stop - start)  # type: ignore[misc]
-        pieces: list[Tensor] = []
-        moments: Moments | None = None
-        for first in range(0, samples, per_pass):
-            count = min(per_pass, samples - first)
-            draws = run(part, count, first, start)
-            likelihood.check(draws)
-            if keep_draws:
-                pieces.append(draws.unflatten(0, (components, count)))  # [K, s, b, ...]
-            else:
-                new = likelihood.moments(draws)
-                moments = new if moments is None else moments.merge(new)
-        whole = torch.cat(pieces, 1).flatten(0, 1) if keep_draws else moments
-        assert whole is not None
-        parts.append(likelihood.predictive(whole))
-    return Predictive.cat(parts)

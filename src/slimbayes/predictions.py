@@ -26,7 +26,7 @@ def predict_table(
     inputs: Tensor,
     level: float = 0.9,
     seed: int = 0,
-    chunk: int = 16384,
+    chunk: int | None = None,
     names: list[str] | None = None,
 ) -> Table:
     """One row per input: what the model says and how sure it is.

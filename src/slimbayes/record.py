@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes.budget import Footprint
+from slimbayes.late import Plan
 from slimbayes.layers.base import Converted
 from slimbayes.methods.base import Method
 
@@ -28,7 +30,10 @@ class Record:
     step_components: int | None
     dropouts: tuple[str, ...]
     rows_checked: bool = False
+    late: dict[Any, Plan | None] = field(default_factory=dict)  # how to tile late, by signature of the inputs
+    footprints: dict[Any, Footprint | None] = field(default_factory=dict)  # memory of a pass, likewise
     mixing: list[Tensor] = field(default_factory=list)  # log-probabilities [draws] of the last draw's indices
+    byproducts: dict[str, Any] = field(default_factory=dict)  # of the last draw, for the KL that follows it
     baseline: Tensor = field(default_factory=lambda: torch.zeros(()))  # running nll, for learned mixing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
@@ -37,9 +42,15 @@ class Record:
             self,
             layers=dict(self.layers),
             layer_parameters=dict(self.layer_parameters),
+            late={},  # a copy may be changed
+            footprints={},
             mixing=[],
+            byproducts={},
             baseline=torch.zeros(()),
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "byproducts": {}}
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -6,10 +6,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from slimbayes import distributions as d
+from slimbayes import fast
+from slimbayes.apply.rows import Combine, plain_rowwise, rowwise, scaled
 from slimbayes.context import Frame
+
+__all__ = [
+    "Inputs",
+    "KLTerm",
+    "Operation",
+    "Rule",
+    "Slot",
+    "per_draw",
+    "rowwise",
+    "sample",
+    "scale_inputs",
+    "with_parameters",
+]
 
 Inputs = tuple[Any, ...]
 KLTerm = tuple[str, Any, Any, str]  # (name of the random tensor, q, p, reduction over components)
@@ -63,9 +79,14 @@ class Operation(nn.Module, ABC):
 
 
 class Rule(nn.Module, ABC):
-    """How one layer's random tensors are sampled and applied."""
+    """How one layer's random tensors are sampled and applied.
+
+    Under the noise modes in ``untiled_noise`` it is called with ``untiled=True`` where its inputs are the same
+    for all draws and not repeated: it needs the rows of one draw only, and returns those of all.
+    """
 
     name: str
+    untiled_noise: tuple[str, ...] = ()
 
     @abstractmethod
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:
@@ -80,17 +101,6 @@ class Rule(nn.Module, ABC):
         """The layer's own tensors whose prior is in the KL: weight decay would count it twice."""
 
 
-def rowwise(
-    x: Tensor, factor: Tensor, axis: int, frame: Frame, combine: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Combine rows ``x`` [R, ...] with a factor [K, S, B or 1, C] along the channel ``axis`` of x."""
-    shape = [1] * (x.dim() - 1)
-    shape[axis if axis < 0 else axis - 1] = factor.shape[-1]
-    factor = factor.to(x.dtype).reshape(*factor.shape[:3], 1, *shape)  # [K, S, B or 1, 1, ..., C, ...]
-    x = x.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra))
-    return combine(x, factor).flatten(0, 3)  # [R, ...]
-
-
 def sample(spread: d.Spread, frame: Frame, source: str, per_example: bool, component_axis: bool) -> Tensor:
     """Samples [K, S, B or 1, *shape] of a spread; its own leading axis is K when ``component_axis``."""
     loc = spread.loc
@@ -99,12 +109,17 @@ def sample(spread: d.Spread, frame: Frame, source: str, per_example: bool, compo
         point = spread.point()
         return point[:, None, None] if component_axis else point[None, None, None]
     noise = frame.noise_like(spread.noise, source, shape, loc.dtype, loc.device, per_example)
-    if not component_axis:
-        return spread.from_noise(noise)
-    # [K, S, E, *shape]: move K next to the shape so that loc [K, *shape] broadcasts, and back.
-    return spread.from_noise(noise.permute(1, 2, 0, *range(3, noise.dim()))).permute(
-        2, 0, 1, *range(3, noise.dim())
-    )
+    if component_axis:
+        spread = with_parameters(spread, lambda tensor: tensor[:, None, None])  # [K, 1, 1, *shape]
+    return spread.from_noise(noise)
+
+
+def with_parameters(spread: d.Spread, change: Callable[[Tensor], Tensor]) -> d.Spread:
+    """The spread, made for this call alone, with its location and scale changed."""
+    spread.loc = change(spread.loc)
+    if isinstance(spread, (d.Normal, d.Cauchy, d.LogNormal, d.HalfCauchy)):
+        spread.scale = change(spread.scale)
+    return spread
 
 
 def scale_inputs(
@@ -112,14 +127,24 @@ def scale_inputs(
     inputs: Inputs,
     factor: Tensor,
     frame: Frame,
-    combine: Callable[[Tensor, Tensor], Tensor],
+    combine: Combine,
+    private: bool = False,
 ) -> Inputs:
-    """Combine every float input of the operation with its part of the factor [K, S, B or 1, Σ channels]."""
+    """Combine every float input of the operation with its part of the factor [K, S, B or 1, Σ channels].
+
+    ``private``: the results go into this operation alone, see ``rows.scaled``.
+    """
     changed = list(inputs)
     start = 0
     for slot in op.input_slots:
         part = factor[..., start : start + slot.size]
-        changed[slot.position] = rowwise(inputs[slot.position], part, slot.axis, frame, combine)
+        x = inputs[slot.position]
+        if not frame.tiled:
+            changed[slot.position] = plain_rowwise(x, part, slot.axis, frame, combine)
+        elif private and fast.paths.rows and combine is torch.mul:
+            changed[slot.position] = scaled(x, part, slot.axis, frame, private=True)
+        else:
+            changed[slot.position] = rowwise(x, part, slot.axis, frame, combine)
         start += slot.size
     return tuple(changed)
 
@@ -127,5 +152,6 @@ def scale_inputs(
 def per_draw(op: Operation, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Run an operation with one weight per draw, [draws, *shape]; one draw calls torch's own kernel."""
     if weight.shape[0] == 1:
-        return op.compute(inputs, weight[0], None if bias is None else bias[0])
+        # Not weight[0], whose backward pass fills zeros and copies.
+        return op.compute(inputs, weight.squeeze(0), None if bias is None else bias.squeeze(0))
     return op.grouped(inputs, weight, bias)

@@ -48,9 +48,14 @@ def run_members(
     for k in range(members):
         member_args, member_kwargs = pytree.tree_unflatten([part[k] for part in parts], spec)
         outputs.append(call(k, member_args, member_kwargs))
+    return join_members(outputs)
+
+
+def join_members(outputs: list[Any], copies: int = 1) -> Any:
+    """Join the members' outputs leaf by leaf, component-major, each ``copies`` times."""
     flat = [pytree.tree_flatten(output) for output in outputs]
     return pytree.tree_unflatten(
-        [_join(values) for values in zip(*(f[0] for f in flat), strict=True)], flat[0][1]
+        [_join(values, copies) for values in zip(*(f[0] for f in flat), strict=True)], flat[0][1]
     )
 
 
@@ -65,9 +70,9 @@ def _refuse_state(leaves: list[Any], members: int) -> None:
             )
 
 
-def _join(values: tuple[Any, ...]) -> Any:
+def _join(values: tuple[Any, ...], copies: int) -> Any:
     if not isinstance(values[0], Tensor):
         return values[0]
     if values[0].dim() == 0:  # a loss that the network computed itself
         return torch.stack(values).mean() if values[0].is_floating_point() else values[0]
-    return torch.cat(values)
+    return torch.cat([value for value in values for _ in range(copies)])

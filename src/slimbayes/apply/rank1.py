@@ -1,4 +1,4 @@
-"""The rank-1 rule: W ∘ r sᵀ applied to the rows, never to the weight."""
+"""The rank-1 rule: W ∘ r sᵀ, applied to the rows, or to the weight where a draw has one factor for all rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from slimbayes import context
+from slimbayes import context, fast
 from slimbayes import distributions as d
-from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, rowwise, sample, scale_inputs
+from slimbayes.apply import folded, rows
+from slimbayes.apply.base import (
+    Inputs,
+    KLTerm,
+    Operation,
+    Rule,
+    rowwise,
+    sample,
+    scale_inputs,
+    with_parameters,
+)
+from slimbayes.apply.factors import sample_factor
 from slimbayes.context import Frame
 from slimbayes.posteriors import Posterior
 from slimbayes.priors import Prior
@@ -54,31 +65,46 @@ class Rank1Rule(Rule):
         self.additive = additive
         self.clip = clip
         self.reduction = reduction
+        self.untiled_noise = () if additive or input_factor is None else ("example",)
 
     def _factor(self, factor: Factor, which: str, frame: Frame) -> Tensor:
         def make() -> Tensor:
-            value = sample(
-                _picked(factor, frame), frame, f"{self.name}.{which}", frame.noise == "example", True
-            )
+            spread, source = _picked(factor, frame), f"{self.name}.{which}"
+            if fast.paths.factors and frame.noise != "mean":
+                return sample_factor(spread, frame, source, self.clip)
+            value = sample(spread, frame, source, frame.noise == "example", True)
             if self.clip is None or frame.noise == "mean":  # samples are clipped, means are not
                 return value
             return value.clamp(-self.clip, self.clip)
 
         return frame.once(f"{self.name}.{which}", make)
 
-    def forward(self, op: Operation, inputs: Inputs) -> Tensor:
+    def forward(self, op: Operation, inputs: Inputs, untiled: bool = False) -> Tensor:
         """The layer's output for these inputs."""
-        frame = context.frame(self.name, inputs[0].shape[0], self.components)
-        combine = torch.add if self.additive else torch.mul
-        if self.s is not None:
-            inputs = scale_inputs(op, inputs, self._factor(self.s, "s", frame), frame, combine)
-        y = op.compute(inputs, op.weight, None)
-        if self.r is not None:
-            y = rowwise(y, self._factor(self.r, "r", frame), op.output_axis, frame, combine)
-        if op.bias is not None:
-            bias = frame.pick(op.bias)[:, None, None]  # [K, 1, 1, C]
-            y = rowwise(y, bias, op.output_axis, frame, torch.add)
-        return y
+        frame = context.frame(self.name, inputs[0].shape[0], self.components, untiled)
+        s = None if self.s is None else self._factor(self.s, "s", frame)  # [K, S, B or 1, C]
+        r = None if self.r is None else self._factor(self.r, "r", frame)
+        bias = None if op.bias is None else frame.pick(op.bias)  # [K, C]
+        if self.additive:
+            return _added(op, inputs, r, s, bias, frame)
+        if untiled and s is not None:
+            inputs, s = scale_inputs(op, inputs, s, frame, torch.mul), None  # to the rows of all draws
+            frame.tiled = True
+        choice = folded.choose(op, inputs, r, s, frame)
+        if s is not None and not choice.inner:
+            inputs = scale_inputs(op, inputs, s, frame, torch.mul, private=True)
+        if choice.outer:  # then whatever there is of s is in the weight too
+            return folded.apply(op, inputs, r, s, bias, frame)
+        y = (
+            folded.apply(op, inputs, None, s, None, frame)
+            if choice.inner
+            else op.compute(inputs, op.weight, None)
+        )
+        if fast.paths.rows:
+            return rows.affine(y, r, bias, op.output_axis, frame)
+        if r is not None:
+            y = rowwise(y, r, op.output_axis, frame, torch.mul)
+        return y if bias is None else rowwise(y, bias[:, None, None], op.output_axis, frame, torch.add)
 
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
         """The pairs whose KL this layer adds."""
@@ -93,11 +119,21 @@ class Rank1Rule(Rule):
         return iter(())
 
 
+def _added(
+    op: Operation, inputs: Inputs, r: Tensor | None, s: Tensor | None, bias: Tensor | None, frame: Frame
+) -> Tensor:
+    """op(s + x, W) + r + b."""
+    if s is not None:
+        inputs = scale_inputs(op, inputs, s, frame, torch.add)
+    y = op.compute(inputs, op.weight, None)
+    for term in (r, None if bias is None else bias[:, None, None]):
+        if term is not None:
+            y = rowwise(y, term, op.output_axis, frame, torch.add)
+    return y
+
+
 def _picked(factor: Factor, frame: Frame) -> d.Spread:
     spread: d.Spread = factor()
     if frame.draw is None or frame.draw.component_ids is None:
         return spread
-    spread.loc = frame.pick(spread.loc)
-    if isinstance(spread, (d.Normal, d.Cauchy, d.LogNormal, d.HalfCauchy)):
-        spread.scale = frame.pick(spread.scale)
-    return spread
+    return with_parameters(spread, frame.pick)

@@ -7,12 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from slimbayes import context
+from slimbayes import context, fast
 from slimbayes import distributions as d
+from slimbayes.apply import fused
 from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, per_draw, rowwise, sample, scale_inputs
+from slimbayes.apply.local import add_thin_noise, thin_factors
+from slimbayes.apply.weights import sample_weight
 from slimbayes.context import Frame
+from slimbayes.kernels.local import thin_local
 from slimbayes.posteriors import Posterior
 from slimbayes.priors import Prior
+from slimbayes.weightkl import raw_prior, raw_spread
 
 
 class SampledRule(Rule):
@@ -45,6 +50,7 @@ class SampledRule(Rule):
         self.tied_mean = tied_mean
         self.weight_source = weight_source or f"{name}.weight"
         self.bias_source = bias_source or f"{name}.bias"
+        self.untiled_noise = ("example",) if estimator == "local" else ()
 
     def _spreads(self, op: Operation) -> tuple[d.Spread, d.Spread | None]:
         weight = self.weight(op.weight) if self.weight is not None else d.Delta(op.weight)
@@ -52,69 +58,170 @@ class SampledRule(Rule):
             return weight, None
         return weight, self.bias(op.bias) if self.bias is not None else d.Delta(op.bias)
 
-    def forward(self, op: Operation, inputs: Inputs) -> Tensor:
+    def forward(self, op: Operation, inputs: Inputs, untiled: bool = False) -> Tensor:
         """The layer's output for these inputs."""
-        frame = context.frame(self.name, inputs[0].shape[0])
-        weight, bias = self._spreads(op)
+        frame = context.frame(self.name, inputs[0].shape[0], untiled=untiled)
         if frame.noise == "mean":
+            weight, bias = self._spreads(op)
             return op.compute(inputs, weight.point(), None if bias is None else bias.point())
         if self.estimator == "flipout" and frame.noise == "example":
-            return self._flipout(op, inputs, frame, weight, bias)
+            return self._flipout(op, inputs, frame)
         if self.estimator == "local" and frame.noise == "example":
-            return self._local(op, inputs, frame, weight, bias)
-        return self._shared(op, inputs, frame, weight, bias)
+            return self._local(op, inputs, frame)
+        weight_sample = self._per_draw(self.weight, op.weight, self.weight_source, frame, fan_in=op.fan_in)
+        if op.bias is None:
+            return per_draw(op, inputs, weight_sample, None)
+        return per_draw(
+            op, inputs, weight_sample, self._per_draw(self.bias, op.bias, self.bias_source, frame)
+        )
 
-    def _per_draw(self, spread: d.Spread, source: str, frame: Frame) -> Tensor:
-        def make() -> Tensor:
+    def _per_draw(
+        self,
+        posterior: Posterior | None,
+        mean: Tensor,
+        source: str,
+        frame: Frame,
+        centred: bool = False,
+        fan_in: int | None = None,
+    ) -> Tensor:
+        """One sample per draw, [draws, *shape]; without the mean when ``centred``."""
+
+        def plain() -> Tensor:
+            spread = posterior(mean) if posterior is not None else d.Delta(mean)
             value = sample(spread, frame, source, per_example=False, component_axis=False)
             value = value.expand(frame.components, frame.samples, *value.shape[2:])
             return value.flatten(0, 2)  # [draws, *shape]
 
-        return frame.once(source, make)
+        if fused.usable(posterior, mean, frame):
+            return self._by_kernel(posterior, mean, source, frame, centred, fan_in)
+        raw = raw_spread(posterior, mean)
+        if raw is None:
+            value = frame.once(source, plain)
+            return value - mean if centred else value
 
-    def _shared(
-        self, op: Operation, inputs: Inputs, frame: Frame, weight: d.Spread, bias: d.Spread | None
-    ) -> Tensor:
-        w = self._per_draw(weight, self.weight_source, frame)
-        b = None if bias is None else self._per_draw(bias, self.bias_source, frame)
-        return per_draw(op, inputs, w, b)
+        def noise() -> Tensor:
+            like = (tuple(mean.shape), mean.dtype, mean.device)
+            return frame.noise_like("normal", source, *like, per_example=False).flatten(0, 2)
 
-    def _flipout(
-        self, op: Operation, inputs: Inputs, frame: Frame, weight: d.Spread, bias: d.Spread | None
+        def in_one() -> Tensor:
+            value, byproduct = sample_weight(raw, frame.once(f"{source}.noise", noise), centred)
+            if frame.draw is not None and torch.is_grad_enabled():
+                frame.draw.byproducts[source] = byproduct
+            return value
+
+        return frame.once(f"{source}.centred" if centred else source, in_one)
+
+    def _by_kernel(
+        self,
+        posterior: Posterior | None,
+        mean: Tensor,
+        source: str,
+        frame: Frame,
+        centred: bool,
+        fan_in: int | None,
     ) -> Tensor:
-        y = op.compute(inputs, weight.point(), None)
-        delta = self._per_draw(weight, self.weight_source, frame) - weight.point()
+        assert posterior is not None
+        # A tensor tied to another layer's has that layer's prior: its KL is not made from this sample.
+        own = source in (f"{self.name}.weight", f"{self.name}.bias") and self.prior is not None
+        prior = raw_prior(self.prior, fan_in, self.tied_mean) if own else None  # type: ignore[arg-type]
+
+        def make() -> Tensor:
+            value, sums = fused.sample(posterior, mean, prior, centred)
+            if frame.draw is not None and sums is not None:
+                frame.draw.byproducts[source] = sums
+            return value
+
+        return frame.once(f"{source}.centred" if centred else source, make)
+
+    def _flipout(self, op: Operation, inputs: Inputs, frame: Frame) -> Tensor:
+        joined = self._joins_bias(op, frame)
+        delta = self._per_draw(
+            self.weight, op.weight, self.weight_source, frame, centred=True, fan_in=op.fan_in
+        )
+        delta_bias = None
+        if joined and self.bias is not None:
+            delta_bias = self._per_draw(self.bias, op.bias, self.bias_source, frame, centred=True)
         size = sum(slot.size for slot in op.input_slots)
-        like = (weight.loc.dtype, weight.loc.device)
+        like = (op.weight.dtype, op.weight.device)
 
         def signs(which: str, channels: int) -> Tensor:
             source = f"{self.name}.{which}"
             return frame.once(source, lambda: frame.noise_like("sign", source, (channels,), *like, True))
 
+        y = op.compute(inputs, op.weight, op.bias if joined else None)
         flipped = scale_inputs(op, inputs, signs("signs_in", size), frame, torch.mul)
-        noise = per_draw(op, flipped, delta, None)
-        y = y + rowwise(noise, signs("signs_out", op.output_size), op.output_axis, frame, torch.mul)
-        if bias is None:
+        noise = per_draw(op, flipped, delta, delta_bias)
+        y = _add_signed(y, noise, signs("signs_out", op.output_size), op.output_axis, frame)
+        return y if joined else self._with_bias(op, y, frame)
+
+    def _joins_bias(self, op: Operation, frame: Frame) -> bool:
+        """Whether the bias may share the weight's noise: the same moments for no noise of its own.
+
+        Seeded draws keep the noise that their seed has always given.
+        """
+        seeded = frame.draw is not None and frame.draw.seed is not None
+        return op.bias is None or self.bias is None or (fast.paths.weights and not seeded)
+
+    def _with_bias(self, op: Operation, y: Tensor, frame: Frame) -> Tensor:
+        """y + b with a bias of its own for every example."""
+        if op.bias is None:
             return y
-        return rowwise(y, self._bias_per_example(bias, frame), op.output_axis, frame, torch.add)
-
-    def _bias_per_example(self, bias: d.Spread, frame: Frame) -> Tensor:
+        bias = self.bias(op.bias) if self.bias is not None else d.Delta(op.bias)
         source = self.bias_source + ".example"
-        return frame.once(source, lambda: sample(bias, frame, source, True, False))
+        value = frame.once(source, lambda: sample(bias, frame, source, True, False))
+        return rowwise(y, value, op.output_axis, frame, torch.add)
 
-    def _local(
-        self, op: Operation, inputs: Inputs, frame: Frame, weight: d.Spread, bias: d.Spread | None
-    ) -> Tensor:
-        y = op.compute(inputs, weight.point(), None)
-        variance = local_variance(op, inputs, weight)
-        # A zero variance (an input of zeros) has no finite gradient of its square root.
-        stddev = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+    def _local(self, op: Operation, inputs: Inputs, frame: Frame) -> Tensor:
+        weight = self.weight(op.weight) if self.weight is not None else d.Delta(op.weight)
+        # A bias may enter the variance where an example has one output vector, not several that share it.
+        joined = inputs[0].dim() == 2 and frame.extra == 1 and op.is_matrix and self._joins_bias(op, frame)
+        y = op.compute(inputs, weight.point(), op.bias if joined else None)
+        extra = None
+        if joined and self.bias is not None and op.bias is not None:
+            extra = self.bias(op.bias).scale.square()
+        if isinstance(weight, d.KTiedNormal) and op.is_matrix and fused.makes_noise(y, frame):
+            y = self._thin_by_kernel(op, inputs[0], y, weight, extra)
+            return y if joined else self._with_bias(op, y, frame)
         shape = (frame.extra, *y.shape[1:])
         noise = frame.noise_like("normal", f"{self.name}.local", shape, y.dtype, y.device, True)
-        y = torch.addcmul(y, stddev, noise.flatten(0, 3))
-        if bias is None:
-            return y
-        return rowwise(y, self._bias_per_example(bias, frame), op.output_axis, frame, torch.add)
+        if frame.tiled:
+            noise = noise.flatten(0, 3)
+        if frame.tiled and self._thin(op, inputs, weight, y):
+            assert isinstance(weight, d.KTiedNormal)
+            a, b = thin_factors(*op.matrix_sides(weight.u, weight.v))
+            rows, x = y.reshape(-1, y.shape[-1]), inputs[0].reshape(-1, inputs[0].shape[-1])
+            y = add_thin_noise(rows, x, a, b, extra, noise.reshape(rows.shape)).reshape(y.shape)
+        else:
+            variance = local_variance(op, inputs, weight)
+            if extra is not None:
+                variance = variance + extra
+            # A zero variance (an input of zeros) has no finite gradient of its square root.
+            stddev = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+            if frame.tiled:
+                y = torch.addcmul(y, stddev, noise)
+            else:  # mean and variance once, noise [K, S, B, extra, ...] for all draws
+                one = (frame.batch, frame.extra)
+                y = torch.addcmul(y.unflatten(0, one), stddev.unflatten(0, one), noise).flatten(0, 3)
+                frame.tiled = True
+        return y if joined else self._with_bias(op, y, frame)
+
+    def _thin_by_kernel(
+        self, op: Operation, x: Tensor, y: Tensor, weight: d.KTiedNormal, extra: Tensor | None
+    ) -> Tensor:
+        a, b = thin_factors(*op.matrix_sides(weight.u, weight.v))
+        seed = torch.randint(0, 2**62, (1,), device=y.device)
+        rows = y.reshape(-1, y.shape[-1])
+        return thin_local(rows, x.reshape(-1, x.shape[-1]), a, b, extra, seed).reshape(y.shape)
+
+    def _thin(self, op: Operation, inputs: Inputs, weight: d.Spread, y: Tensor) -> bool:
+        """Whether the written-out backward pass applies: plain tensors of one type."""
+        return (
+            isinstance(weight, d.KTiedNormal)
+            and op.is_matrix
+            and raw_spread(self.weight, op.weight) is not None
+            and inputs[0].dtype == y.dtype == weight.u.dtype
+            and type(inputs[0]) is Tensor
+        )
 
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
         """The pairs whose KL this layer adds."""
@@ -127,8 +234,11 @@ class SampledRule(Rule):
         for posterior, mean, source, fan_in in tensors:
             if posterior is None or mean is None:
                 continue
-            q = posterior(mean)
-            p = self.prior.distribution(mean, fan_in)
+            raw, numbers = raw_spread(posterior, mean), raw_prior(self.prior, fan_in, self.tied_mean)
+            if raw is not None and numbers is not None:
+                yield source, raw, numbers, "sum"
+                continue
+            q, p = posterior(mean), self.prior.distribution(mean, fan_in)
             if self.tied_mean:
                 p = d.Normal(mean, p.scale)  # type: ignore[union-attr]
             yield source, q, p, "sum"
@@ -143,19 +253,22 @@ class SampledRule(Rule):
             yield op.bias
 
 
-def local_variance(op: Operation, inputs: Inputs, weight: d.Spread) -> Tensor:
-    """Var[y | x] = op(x², σ²); for a k-tied matrix by k(k+1)/2 thin products instead of one m×n.
+def _add_signed(y: Tensor, noise: Tensor, signs: Tensor, axis: int, frame: Frame) -> Tensor:
+    """y + signs∘noise for rows [R, ...] and signs [K, S, B, C] along the channel ``axis``."""
+    shape = [1] * (y.dim() - 1)
+    shape[axis if axis < 0 else axis - 1] = signs.shape[-1]
+    signs = signs.to(noise.dtype).reshape(*signs.shape[:3], 1, *shape)  # [K, S, B, 1, ..., C, ...]
+    rows = (frame.components, frame.samples, frame.batch, frame.extra)
+    return torch.addcmul(y.unflatten(0, rows), noise.unflatten(0, rows), signs).flatten(0, 3)  # [R, ...]
 
-    With σ_ij = Σ_a u_ia v_ja: Var[y_j | x] = Σ_{a ≤ b} c_ab (Σ_i x_i² u_ia u_ib) v_ja v_jb, c = 1 on the
-    diagonal and 2 off it.
-    """
+
+def local_variance(op: Operation, inputs: Inputs, weight: d.Spread) -> Tensor:
+    """Var[y | x] = op(x², σ²); for a k-tied matrix by k(k+1)/2 thin products instead of one m×n."""
     squares = list(inputs)
     for slot in op.input_slots:
         squares[slot.position] = inputs[slot.position].square()
     if isinstance(weight, d.KTiedNormal) and op.is_matrix:
-        u, v = op.matrix_sides(weight.u, weight.v)  # [in, k], [out, k]
-        a, b = torch.triu_indices(u.shape[1], u.shape[1], device=u.device).unbind()
-        counts = torch.where(a == b, 1.0, 2.0).to(u.dtype)
-        thin = torch.nn.functional.linear(squares[0], (u[:, a] * u[:, b]).t())  # [..., k(k+1)/2]
-        return torch.nn.functional.linear(thin, v[:, a] * v[:, b] * counts)
+        a, b = thin_factors(*op.matrix_sides(weight.u, weight.v))
+        thin = torch.nn.functional.linear(squares[0], a.t())  # [..., k(k+1)/2]
+        return torch.nn.functional.linear(thin, b)
     return op.compute(tuple(squares), weight.scale.square(), None)  # type: ignore[union-attr]

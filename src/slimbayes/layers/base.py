@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.apply.base import Operation, Rule
+from slimbayes.context import Draw, late_draw, repeat_rows
 
 
 class Converted(Operation, ABC):
@@ -24,13 +25,32 @@ class Converted(Operation, ABC):
     title: str
 
     def _apply_rule(self, *inputs: Any) -> Tensor:
-        output: Tensor = self.bayes(self, inputs)
+        draw = late_draw()
+        output: Tensor
+        if draw is None:
+            output = self.bayes(self, inputs)
+            return output
+        assert draw.late is not None
+        rows = inputs[0].shape[0]
+        if not draw.late.untiled(self.bayes.name, rows):
+            output = self.bayes(self, inputs)
+        elif draw.noise in self.bayes.untiled_noise:
+            output = self.bayes(self, inputs, untiled=True)
+        else:
+            output = self.bayes(self, tuple(_repeated(value, rows, draw) for value in inputs))
+        output = draw.late.result(output)
         return output
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         for name in self.component_tensors:
             expand_saved(state_dict, prefix + name, getattr(self, name))
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _repeated(value: Any, rows: int, draw: Draw) -> Any:
+    if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows:
+        return repeat_rows(value, draw.components * draw.samples)
+    return value
 
 
 def expand_saved(state_dict: Mapping[str, Any], key: str, target: Tensor | None) -> None:

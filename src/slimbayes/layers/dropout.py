@@ -17,6 +17,16 @@ class _Active(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop, scaled to mean one."""
+        draw = context.late_draw()
+        if draw is None:
+            return self._drop(input)
+        assert draw.late is not None
+        if draw.late.untiled(self.source, input.shape[0]):
+            input = context.repeat_rows(input, draw.components * draw.samples)
+        output: Tensor = draw.late.result(self._drop(input))
+        return output
+
+    def _drop(self, input: Tensor) -> Tensor:
         frame = context.frame(self.source, input.shape[0])
         if frame.noise == "mean" or self.p == 0:
             return input

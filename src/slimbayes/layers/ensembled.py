@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from slimbayes import context
-from slimbayes.apply.grouped import run_members
+from slimbayes.apply.grouped import join_members, run_members
 from slimbayes.layers.base import expand_saved
 
 
@@ -39,7 +39,11 @@ class Ensembled(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run every member on its own rows, component-major."""
         rows = self._rows(args, kwargs)
-        frame = context.frame(self.ensemble_name, rows, self.members)
+        draw = context.late_draw()
+        late = None if draw is None else draw.late
+        untiled = late is not None and late.untiled(self.ensemble_name, rows)
+        repeats = draw.components * draw.samples if untiled and draw is not None else 1
+        frame = context.frame(self.ensemble_name, rows * repeats, self.members)
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         stacked = {name: tensors[name] for name in self._tensor_names}
 
@@ -47,7 +51,12 @@ class Ensembled(nn.Module):
             own = {f"module.{name}": value[k] for name, value in stacked.items()}
             return functional_call(self._member[0], own, member_args, member_kwargs)
 
-        return run_members(call, frame.components, rows, args, kwargs)
+        if untiled:  # every member on all rows; its samples are copies
+            outputs = [call(k, args, kwargs) for k in range(frame.components)]
+            output = join_members(outputs, frame.samples)
+        else:
+            output = run_members(call, frame.components, rows, args, kwargs)
+        return output if late is None else late.result(output)
 
     def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         for leaf in pytree.tree_leaves((args, kwargs)):

@@ -1,4 +1,4 @@
-"""Plain torch networks of the three papers; nothing Bayesian in here."""
+"""Plain torch networks of the three papers, and a vision transformer; nothing Bayesian in here."""
 
 from .build import NETWORKS, DenseNet, build, default_network
 from .lenet import LeNet
@@ -6,6 +6,7 @@ from .mlp import MLP, DeepMLP, RegressionNet
 from .pyramidnet import PyramidNet
 from .resnet import ResNet, resnet18, resnet50
 from .tfp_resnet import TFPResNet
+from .vit import VisionTransformer
 from .wrn import WideResNet, wrn28_10
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "RegressionNet",
     "ResNet",
     "TFPResNet",
+    "VisionTransformer",
     "WideResNet",
     "build",
     "default_network",

@@ -1,0 +1,67 @@
+"""Switches of the fast paths: each has a plain path as its twin, and can be turned off."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class FastPaths:
+    """Which fast paths are taken. All give the plain path's result: same moments, same gradients.
+
+    noise: normals on the CPU from raw bits and vectorised arithmetic, instead of torch's serial generator.
+    factors: the rank-1 factors of all layers sampled by one operation, and their KL by another.
+    rows: factors on rows with a backward pass of one sweep.
+    folded: shared rank-1 factors folded into the weights where that is cheaper.
+    weights: weight samples of MeanField and KTied with their KL as a by-product.
+    log_sigma: Σ log σ of a k-tied layer by interpolation instead of a pass over all weights.
+    late: what comes before the first random layer is computed once, not once per draw.
+    triton: hand-written GPU kernels.
+    """
+
+    noise: bool = True
+    factors: bool = True
+    rows: bool = True
+    folded: bool = True
+    weights: bool = True
+    log_sigma: bool = True
+    late: bool = True
+    triton: bool = True
+
+
+def _from_environment() -> FastPaths:
+    """All on, or all off with SLIMBAYES_FAST=0."""
+    on = os.environ.get("SLIMBAYES_FAST", "1") != "0"
+    return FastPaths(**{field.name: on for field in fields(FastPaths)})
+
+
+paths = _from_environment()
+
+
+@contextlib.contextmanager
+def fast_paths(every: bool | None = None, **switches: bool) -> Iterator[FastPaths]:
+    """Turn fast paths on or off inside the with block: all of them, or those named.
+
+    >>> with fast_paths(rows=False) as now:
+    ...     now.rows, now.late
+    (False, True)
+    >>> with fast_paths(False) as now:
+    ...     now.rows or now.late
+    False
+    """
+    names = [field.name for field in fields(FastPaths)]
+    unknown = [name for name in switches if name not in names]
+    if unknown:
+        raise ValueError(f"no fast path is called {unknown[0]!r}; there are {', '.join(names)}")
+    before = {name: getattr(paths, name) for name in names}
+    changed = {**({} if every is None else dict.fromkeys(names, every)), **switches}
+    try:
+        for name, value in changed.items():
+            setattr(paths, name, value)
+        yield paths
+    finally:
+        for name, value in before.items():
+            setattr(paths, name, value)

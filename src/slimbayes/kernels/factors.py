@@ -1,0 +1,291 @@
+"""All rank-1 factors of a network by one operation: their samples, and their gradients from the same noise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slimbayes.kernels import plain
+from slimbayes.kernels.joined import join, part
+from slimbayes.kernels.launch import INTERPRETED, available, ceil_div, launch, power_of_two
+from slimbayes.tracing import constant
+
+_NOISE = {"normal": "normal", "lognormal": "normal", "cauchy": "cauchy", "halfcauchy": "cauchy"}
+_COLUMNS, _ROWS = 64, 16  # tile of one program: columns, and counters of four rows each
+
+
+def sample_factors(
+    locs: Sequence[Tensor],
+    rhos: Sequence[Tensor],
+    seed: Tensor,
+    samples: int,
+    examples: int,
+    family: str = "normal",
+    clip: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """f = loc + σ∘ε for every layer, σ = softplus(ρ) + 1e-7, clamped to ±clip: [K, samples, examples, C] each.
+
+    Log-normal: exp(loc + σ∘ε); half-Cauchy: loc + σ∘|ε|. ``seed`` holds one int64 on the device. The
+    factors are disjoint parts of one tensor; in the backward pass the noise is made again from the seed.
+
+    >>> loc, rho = torch.ones(2, 3), torch.full((2, 3), -20.0)
+    >>> [f.shape for f in sample_factors([loc, loc], [rho, rho], torch.tensor([7]), 1, 4)]
+    [torch.Size([2, 1, 4, 3]), torch.Size([2, 1, 4, 3])]
+    """
+    widths = [loc.shape[1] for loc in locs]
+    return sample_flat(join(locs), join(rhos), widths, seed, samples, examples, family, clip, dtype)
+
+
+def sample_flat(
+    loc: Tensor,
+    rho: Tensor,
+    widths: Sequence[int],
+    seed: Tensor,
+    samples: int,
+    examples: int,
+    family: str = "normal",
+    clip: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """``sample_factors`` of parameters that ``join`` has put together, for layers of these widths."""
+    if family not in _NOISE:
+        raise ValueError(f"no family of factors is called {family!r}; there are {', '.join(_NOISE)}")
+    kernel = available(loc.device) and loc.dtype != torch.float64
+    names = ",".join([str(width) for width in widths])
+    if kernel:
+        _prepare(names, loc.device)
+    flat = torch.ops.slimbayes.factors(
+        loc, rho, seed, names, samples, examples, family, clip, dtype or loc.dtype, kernel
+    )
+    components = loc.numel() // sum(widths)
+    return part(flat, [(components, samples, examples, width) for width in widths])
+
+
+@functools.lru_cache(maxsize=64)
+def _widths(names: str) -> tuple[int, ...]:
+    return tuple(int(name) for name in names.split(","))
+
+
+@constant
+def _prepare(names: str, device: torch.device) -> bool:
+    """Make the tables while the compiler traces.
+
+    A table first made inside a CUDA graph's run would live in memory that the graph takes for its own.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        _tables(names, device)
+    return True
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(names: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For every column the first column of its layer, and the layer's width."""
+    counts = torch.tensor(_widths(names))
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    wide = counts.repeat_interleave(counts)
+    return starts.to(device, torch.int32), wide.to(device, torch.int32)
+
+
+# The widths are one string: the dispatcher walks a list element by element, in Python.
+_SETTINGS = (
+    "Tensor loc, Tensor rho, Tensor seed, str widths, SymInt samples, SymInt examples, str family, "
+    "float? clip, ScalarType dtype, bool kernel"
+)
+
+
+@torch.library.custom_op("slimbayes::factors", mutates_args=(), schema=f"({_SETTINGS}) -> Tensor")
+def _factors(
+    loc: Tensor,
+    rho: Tensor,
+    seed: Tensor,
+    widths: str,
+    samples: int,
+    examples: int,
+    family: str,
+    clip: float | None,
+    dtype: torch.dtype,
+    kernel: bool,
+) -> Tensor:
+    n = samples * examples
+    if kernel:
+        return _launch_sample(loc, rho, seed, widths, n, family, clip, dtype)
+    parts = []
+    for layer, (mean, raw) in enumerate(_layers(loc, rho, widths)):
+        value, _, _ = _plain_sample(mean, raw, seed, layer, n, family)
+        parts.append((value if clip is None else value.clamp(-clip, clip)).reshape(-1).to(dtype))
+    return torch.cat(parts)
+
+
+@_factors.register_fake
+def _(
+    loc: Tensor,
+    rho: Tensor,
+    seed: Tensor,
+    widths: str,
+    samples: int,
+    examples: int,
+    family: str,
+    clip: float | None,
+    dtype: torch.dtype,
+    kernel: bool,
+) -> Tensor:
+    return loc.new_empty(loc.numel() * samples * examples, dtype=dtype)
+
+
+@torch.library.custom_op(
+    "slimbayes::factors_backward", mutates_args=(), schema=f"(Tensor grads, {_SETTINGS}) -> (Tensor, Tensor)"
+)
+def _factors_backward(
+    grads: Tensor,
+    loc: Tensor,
+    rho: Tensor,
+    seed: Tensor,
+    widths: str,
+    samples: int,
+    examples: int,
+    family: str,
+    clip: float | None,
+    dtype: torch.dtype,
+    kernel: bool,
+) -> tuple[Tensor, Tensor]:
+    n = samples * examples
+    if kernel:
+        return _launch_grad(grads, loc, rho, seed, widths, n, family, clip)
+    d_locs, d_rhos, begin = [], [], 0
+    for layer, (mean, raw) in enumerate(_layers(loc, rho, widths)):
+        value, noise, slope = _plain_sample(mean, raw, seed, layer, n, family)
+        grad = grads[begin : begin + value.numel()].view_as(value).to(value.dtype)
+        begin += value.numel()
+        if clip is not None:
+            grad = grad * (value.abs() <= clip)
+        grad = grad if slope is None else grad * slope
+        d_locs.append(grad.sum(1).reshape(-1).to(loc.dtype))
+        d_rhos.append(((grad * noise).sum(1) * torch.sigmoid(raw)).reshape(-1).to(rho.dtype))
+    return torch.cat(d_locs), torch.cat(d_rhos)
+
+
+@_factors_backward.register_fake
+def _(grads: Tensor, loc: Tensor, rho: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(loc), torch.empty_like(rho)
+
+
+def _layers(loc: Tensor, rho: Tensor, widths: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """The [K, C] parameters of each layer."""
+    columns = _widths(widths)
+    components = loc.numel() // sum(columns)
+    sizes = [components * width for width in columns]
+    for mean, raw in zip(loc.split(sizes), rho.split(sizes), strict=True):
+        yield mean.view(components, -1), raw.view(components, -1)
+
+
+def _plain_sample(
+    loc: Tensor, rho: Tensor, seed: Tensor, layer: int, n: int, family: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The sample [K, n, C] before clipping, its noise, and the slope of the sample in loc (None for 1)."""
+    wide = loc.dtype if loc.dtype.itemsize >= 4 else torch.float32
+    noise = plain.draw(_NOISE[family], (loc.shape[0], n, loc.shape[1]), seed, layer, wide)
+    noise = noise.abs() if family == "halfcauchy" else noise
+    sigma = F.softplus(rho.to(wide)) + 1e-7
+    value = torch.addcmul(loc.to(wide)[:, None], sigma[:, None], noise)
+    if family == "lognormal":
+        value = value.exp()
+        return value, noise, value
+    return value, noise, None
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    loc, rho, seed, *ctx.settings = inputs
+    ctx.save_for_backward(loc, rho, seed)
+
+
+def _backward(ctx: Any, grads: Tensor) -> tuple[Any, ...]:
+    d_loc, d_rho = torch.ops.slimbayes.factors_backward(grads.contiguous(), *ctx.saved_tensors, *ctx.settings)
+    return d_loc, d_rho, None, *(None for _ in ctx.settings)
+
+
+_factors.register_autograd(_backward, setup_context=_setup)
+
+
+def sample_factors_backward(
+    grads: Sequence[Tensor],
+    locs: Sequence[Tensor],
+    rhos: Sequence[Tensor],
+    seed: Tensor,
+    family: str = "normal",
+    clip: float | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of loc and ρ from those of the factors: dloc = Σ g, dρ = sigmoid(ρ)·Σ g∘ε over the rows."""
+    flat, loc, rho = join(grads), join(locs), join(rhos)
+    kernel = available(flat.device) and loc.dtype != torch.float64
+    _, samples, examples, _ = grads[0].shape
+    names = ",".join([str(one.shape[1]) for one in locs])
+    d_loc, d_rho = torch.ops.slimbayes.factors_backward(
+        flat, loc, rho, seed, names, samples, examples, family, clip, flat.dtype, kernel
+    )
+    sizes = [one.numel() for one in locs]
+    return (
+        [part.view_as(one) for part, one in zip(d_loc.split(sizes), locs, strict=True)],
+        [part.view_as(one) for part, one in zip(d_rho.split(sizes), rhos, strict=True)],
+    )
+
+
+def _launch_sample(
+    loc: Tensor,
+    rho: Tensor,
+    seed: Tensor,
+    widths: str,
+    n: int,
+    family: str,
+    clip: float | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    from slimbayes.kernels.programs import factors as programs
+
+    starts, wide = _tables(widths, loc.device)
+    columns = starts.numel()
+    components = loc.numel() // columns
+    out = torch.empty(loc.numel() * n, dtype=dtype, device=loc.device)
+    quarter = ceil_div(n, 4)
+    rows = min(_ROWS, power_of_two(quarter))
+    count = components * ceil_div(quarter, rows) * ceil_div(columns, _COLUMNS)
+    launch(
+        programs.sample, count, out,
+        out, loc, rho, starts, wide, seed, columns, components, n, quarter, 0, clip or 0.0,
+        KIND=_NOISE[family], FAMILY=family, CLIP=clip is not None, BQ=rows, BC=_COLUMNS, FAST=not INTERPRETED,
+    )  # fmt: skip
+    return out
+
+
+def _launch_grad(
+    grads: Tensor,
+    loc: Tensor,
+    rho: Tensor,
+    seed: Tensor,
+    widths: str,
+    n: int,
+    family: str,
+    clip: float | None,
+) -> tuple[Tensor, Tensor]:
+    from slimbayes.kernels.programs import factors as programs
+
+    starts, wide = _tables(widths, loc.device)
+    columns = starts.numel()
+    components = loc.numel() // columns
+    d_loc, d_rho = torch.empty_like(loc), torch.empty_like(rho)
+    quarter = ceil_div(n, 4)
+    rows = min(_ROWS, power_of_two(quarter))
+    width = _COLUMNS // 2  # half the forward's: more programs, each with all rows of its columns
+    launch(
+        programs.grad, components * ceil_div(columns, width), loc,
+        grads, loc, rho, d_loc, d_rho, starts, wide, seed, columns, components, n, quarter, 0, clip or 0.0,
+        KIND=_NOISE[family], FAMILY=family, CLIP=clip is not None, BQ=rows, BC=width, FAST=not INTERPRETED,
+    )  # fmt: skip
+    return d_loc, d_rho

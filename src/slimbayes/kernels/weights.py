@@ -1,0 +1,80 @@
+"""Weight samples with the sums that their KL needs as a by-product, by one sweep over the weight.
+
+k-tied: W = M + (U Vᵀ)∘ε; mean-field: W = M + σ∘ε, σ = softplus(ρ) + 1e-7. The noise is never stored: the backward
+pass makes it again from the seed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimbayes.kernels import weight_ops as ops
+from slimbayes.kernels.launch import available
+
+_LARGEST = 2**31 - 2**24  # offsets inside a weight are 32-bit
+_RANKS = 4  # of a k-tied weight, each of which has its own registers
+
+
+def _runs(mean: Tensor) -> bool:
+    return available(mean.device) and mean.dtype != torch.float64 and 0 < mean.numel() < _LARGEST
+
+
+def ktied_weight(
+    mean: Tensor,
+    log_u: Tensor,
+    log_v: Tensor,
+    seed: Tensor,
+    dtype: torch.dtype | None = None,
+    center: float = 0.0,
+    stream: int = 0,
+    noise_only: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """W = M + (U Vᵀ)∘ε in ``dtype``, and (Σ(M − center)², Σσ², Σ log σ) in float32.
+
+    ``mean`` is [m, ...], seen as an m×n matrix; ``log_u`` [m, k] and ``log_v`` [n, k]. ``seed`` holds one int64
+    on the device; streams of one seed are independent. With ``noise_only``, W is (U Vᵀ)∘ε alone.
+
+    >>> low = torch.full((2, 1), -30.0)
+    >>> w, sums = ktied_weight(torch.ones(2, 2), low, low, torch.tensor([5]))
+    >>> w, [round(float(s)) for s in sums]
+    (tensor([[1., 1.],
+            [1., 1.]]), [4, 0, -240])
+    """
+    # A weight with channels last is a matrix in the order of its memory, and so V's rows are reordered, not M.
+    moved = mean.dim() > 2 and not mean.is_contiguous() and mean.movedim(1, -1).is_contiguous()
+    ordered = mean.movedim(1, -1) if moved else mean
+    if moved:
+        log_v = log_v.view(*mean.shape[1:], -1).movedim(0, -2).reshape(log_v.shape)
+    matrix = ordered.reshape(mean.shape[0], -1)
+    kernel = _runs(mean) and log_u.shape[1] <= _RANKS
+    args = (matrix, log_u, log_v, seed, stream, center, dtype or mean.dtype, noise_only, kernel)
+    compiled = torch.compiler.is_compiling()
+    w, sums = torch.ops.slimbayes.ktied_weight(*args) if compiled else ops.KTied.apply(*args)
+    w = w.view(ordered.shape)
+    return w.movedim(-1, 1) if moved else w, sums
+
+
+def meanfield_weight(
+    mean: Tensor,
+    rho: Tensor,
+    seed: Tensor,
+    dtype: torch.dtype | None = None,
+    center: float = 0.0,
+    maximum: float | None = None,
+    stream: int = 0,
+    noise_only: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """W = M + σ∘ε in ``dtype``, and (Σ(M − center)², Σσ², Σ log σ) in float32; σ is capped at ``maximum``.
+
+    The gradient of σ vanishes only where it would push σ further over the cap.
+
+    >>> w, sums = meanfield_weight(torch.ones(2, 2), torch.full((2, 2), -50.0), torch.tensor([5]))
+    >>> w.shape, round(float(sums[0]))
+    (torch.Size([2, 2]), 4)
+    """
+    kernel = _runs(mean)
+    args = (mean, rho, seed, stream, center, maximum, dtype or mean.dtype, noise_only, kernel)
+    compiled = torch.compiler.is_compiling()
+    w, sums = torch.ops.slimbayes.meanfield_weight(*args) if compiled else ops.MeanField.apply(*args)
+    return w, sums

@@ -5,8 +5,8 @@ import doctest
 import functools
 import re
 import sys
-import types
 import textwrap
+import types
 from pathlib import Path
 
 import pytest

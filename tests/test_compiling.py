@@ -45,8 +45,7 @@ def run(network: str, method: str, fuse: bool):
     return value.detach(), gradients, dict(model.named_buffers()), found
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network, method", [("wrn", "rank1"), ("resnet", "batchensemble")])
 def test_one_operation_gives_the_same_step(network: str, method: str) -> None:
     value, gradients, buffers, found = run(network, method, True)
     expected, wanted, kept, plain = run(network, method, False)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes import compiling
 from slimbayes.data import Dataset
 from slimbayes.evaluate import evaluate
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError
@@ -147,7 +148,7 @@ class Run:
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         objective: nn.Module = Objective(self.model, likelihood, self.source.num_data, settings)
         if settings.compile:
-            objective = torch.compile(objective)  # type: ignore[assignment]
+            objective = compiling.compile(objective)
         self.objective, self.stepper = fabric.setup(objective, self.optimizer)
         self.step = 0
         self.sums = torch.zeros(4, dtype=torch.float64)  # of loss, nll, KL and 1 since the last row

@@ -205,3 +205,17 @@ def test_components_per_step_does_not_reach_prediction():
     assert sb.draw(model, features()).shape == (2, 4, 2)
     assert sb.predict(model, features()).draws.shape == (4, 4, 2)
     assert sb.predict(model, features(), chunk=4).draws.shape == (4, 4, 2)
+
+
+def test_a_wrapper_in_training_mode_does_not_leave_components_out():
+    class DistributedDataParallel(nn.Module):  # known by its name
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return self.module(x)
+
+    model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=4, components_per_step=2))
+    wrapped = DistributedDataParallel(model).train()
+    assert sb.predict(wrapped, torch.randn(5, 3), seed=0).draws.shape[0] == 4

@@ -291,3 +291,14 @@ def test_compiled(kind, noise):
         results.append([loss.detach(), *(p.grad.clone() for p in layer.parameters())])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, **NEAR)
+
+
+def test_a_vectorised_jacobian_takes_the_plain_gradients():
+    model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=2)).double()
+    x = torch.randn(2, 3, dtype=torch.float64)
+
+    def outputs(z):
+        return sb.draw(model, z, seed=1)
+
+    fast = torch.autograd.functional.jacobian(outputs, x, vectorize=True)
+    torch.testing.assert_close(fast, torch.autograd.functional.jacobian(outputs, x))

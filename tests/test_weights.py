@@ -362,3 +362,12 @@ def test_the_operation_compiles():
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-3, atol=1e-4)
     torch._dynamo.reset()
+
+
+def test_a_spread_that_was_given_other_memory_has_its_own_kl():
+    model = sb.bayesianize(nn.Linear(6, 5), sb.MeanField())
+    sb.draw(model, torch.randn(4, 6))
+    rho = model.bayes.weight.rho
+    rho.data = torch.zeros_like(rho)  # no version counts this
+    first, second = sb.kl(model), sb.kl(model)
+    torch.testing.assert_close(first, second)

@@ -117,18 +117,6 @@ def test_an_unused_factor_gets_zeros(kernel):
     assert float(locs[0].grad.sum()) == 80.0 and not rhos[1].grad.any()
 
 
-@pytest.mark.parametrize("kernel", KERNEL)
-def test_the_backward_function(kernel):
-    locs, rhos = parameters(2, (5, 9))
-    with fast_paths(triton=kernel):
-        out = factors.sample_factors(locs, rhos, SEED, 2, 3, "lognormal", 2.0)
-        grads = [torch.randn_like(value) for value in out]
-        d_locs, d_rhos = factors.sample_factors_backward(grads, locs, rhos, SEED, "lognormal", 2.0)
-        expected = torch.autograd.grad(out, locs + rhos, grads)
-    for grad, target in zip(d_locs + d_rhos, expected, strict=True):
-        assert torch.equal(grad, target)
-
-
 def test_double_precision_stays_plain():
     locs, rhos = parameters(1, (4,), torch.float64)
     (out,) = factors.sample_factors(locs, rhos, SEED, 1, 3)

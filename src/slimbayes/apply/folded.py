@@ -201,8 +201,7 @@ class _Folded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, left, right = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        plain = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-        large = weight.numel() >= LARGE and not plain
+        large = weight.numel() >= LARGE and not rows.plain_backward(grad)
         grad_x = None
         if needs[0] and large:
             grad_x = _products(grad, weight, left, right, None, not ctx.first)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimbayes.apply.rows import plain_backward
+
 
 def thin_factors(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """A [in, k(k+1)/2] and B [out, k(k+1)/2] with Σ_i x_i² σ_ij² = (x² A Bᵀ)_j, for U [in, k] and V [out, k].
@@ -47,9 +49,7 @@ class _ThinNoise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, extra, thin, stddev, epsilon = ctx.saved_tensors
-        if (
-            torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-        ):  # a second derivative is asked for
+        if plain_backward(grad):
             return grad, *_again(x, a, b, extra, epsilon, grad), None
         h = (grad * epsilon).div_(stddev)
         # Where the variance was clamped (an input of zeros) its square root has no slope.

@@ -120,6 +120,16 @@ def eager() -> bool:
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
+_BATCHED = torch._C._dispatch_key_parse("Batched")
+
+
+def plain_backward(grad: Tensor) -> bool:
+    """Whether a backward pass must use plain operations: it is differentiated itself, or runs on batched tensors."""
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return True
+    return bool(torch._C._dispatch_keys(grad).has(_BATCHED))  # a vectorised Jacobian
+
+
 def row_vectors(factor: Tensor, frame: Frame, rows: int) -> Tensor:
     """A factor [K, S, B or 1, C] as [groups, C], rows outermost; as [rows, C] when ``rows`` is not 0.
 
@@ -245,7 +255,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dense = ctx.layout.dense(grad)
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if plain_backward(grad):
             return (*_plain_gradients(ctx, dense), None, None)
         return (*_gradients(ctx, dense, ctx.private or dense is not grad), None, None)
 
@@ -271,6 +281,6 @@ class _Affine(torch.autograd.Function):
                 grad_b = layout.sum(dense, components)
             else:
                 grad_b = dense.view(components, -1, *layout.view(dense, 0).shape[1:]).sum((1, 3))
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if plain_backward(grad):
             return (*_plain_gradients(ctx, dense), grad_b, None)
         return (*_gradients(ctx, dense, dense is not grad), grad_b, None)

@@ -214,29 +214,6 @@ def _backward(ctx: Any, grads: Tensor) -> tuple[Any, ...]:
 _factors.register_autograd(_backward, setup_context=_setup)
 
 
-def sample_factors_backward(
-    grads: Sequence[Tensor],
-    locs: Sequence[Tensor],
-    rhos: Sequence[Tensor],
-    seed: Tensor,
-    family: str = "normal",
-    clip: float | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of loc and ρ from those of the factors: dloc = Σ g, dρ = sigmoid(ρ)·Σ g∘ε over the rows."""
-    flat, loc, rho = join(grads), join(locs), join(rhos)
-    kernel = available(flat.device) and loc.dtype != torch.float64
-    _, samples, examples, _ = grads[0].shape
-    names = ",".join([str(one.shape[1]) for one in locs])
-    d_loc, d_rho = torch.ops.slimbayes.factors_backward(
-        flat, loc, rho, seed, names, samples, examples, family, clip, flat.dtype, kernel
-    )
-    sizes = [one.numel() for one in locs]
-    return (
-        [part.view_as(one) for part, one in zip(d_loc.split(sizes), locs, strict=True)],
-        [part.view_as(one) for part, one in zip(d_rho.split(sizes), rhos, strict=True)],
-    )
-
-
 def _launch_sample(
     loc: Tensor,
     rho: Tensor,

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import slimbayes as sb
-from slimbayes.apply.sampled import local_variance
+from slimbayes.apply.local import local_variance
 
 
 def transposed_linear(inputs, outputs):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import slimbayes as sb
+from slimbayes import context
 from slimbayes.apply import fused
 
 METHODS = {
@@ -113,9 +114,9 @@ def test_sums_of_changed_parameters_are_not_used() -> None:
 def test_sample_has_the_moments_of_the_posterior() -> None:
     torch.manual_seed(1)
     layer = sb.bayesianize(nn.Linear(40, 30), sb.KTied(stddev_init=0.3))
-    rule = layer.bayes
+    rule, alone = layer.bayes, context.frame("", 1)
     samples = torch.stack(
-        [fused.sample(rule.weight, layer.weight, None, False)[0][0].detach() for _ in range(400)]
+        [fused.sample(rule.weight, layer.weight, None, "sample", alone)[0][0].detach() for _ in range(400)]
     )
     sigma = rule.weight(layer.weight).scale.detach()
     z = (samples - layer.weight.detach()) / sigma

@@ -184,9 +184,9 @@ def budget(device: torch.device) -> float | None:
 def host_memory() -> int | None:
     """Bytes that the host can still give, where the system says so."""
     try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
+        with open("/proc/meminfo", "rb", buffering=0) as file:  # every prediction asks: without a text layer
+            for line in file.read(512).splitlines():
+                if line.startswith(b"MemAvailable:"):
                     return int(line.split()[1]) << 10
     except (OSError, ValueError, IndexError):
         pass

@@ -55,6 +55,7 @@ class Draw:
     log_probs: dict[str, Tensor] = field(default_factory=dict)
     byproducts: dict[str, Any] = field(default_factory=dict)  # what a KL of the same weights need not redo
     prefilled: dict[str, Tensor] = field(default_factory=dict)  # sampled before the network ran
+    noises: dict[str, Tensor] = field(default_factory=dict)  # drawn before the network ran, for one use each
     rows_seen: dict[str, list[int]] | None = None  # of every call, by layer
     late: Late | None = None  # None: the inputs are repeated before the network sees them
 
@@ -177,6 +178,8 @@ class Frame:
         """Standard noise ``[components, samples, batch or 1, *shape]``; keyed when the draw has a seed."""
         examples = self.batch if per_example else 1
         draw = self.draw
+        if draw is not None and not per_example and source in draw.noises:
+            return draw.noises.pop(source)
         if draw is None or draw.seed is None:
             size = (self.components, self.samples, examples, *shape)
             return fresh_noise(kind, size, dtype, device)

@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from slimbayes import fast
 from slimbayes.apply.bulk import DEVICES, find_groups, prefill
+from slimbayes.apply.gathered import prefill_weights
+from slimbayes.apply.patched import prefill_patches
+from slimbayes.apply.points import prefill_points
 from slimbayes.context import (
     NOISE_MODES,
     Draw,
@@ -24,7 +27,7 @@ from slimbayes.context import (
     row_message,
 )
 from slimbayes.late import Plan, probe, signature
-from slimbayes.record import Record, converted_layers, find_record, unwrap
+from slimbayes.record import Record, converted_layers, factor_groups, find_record, unwrap
 
 
 def draw(
@@ -149,7 +152,15 @@ def draw_flat(
 
 def _prefill(model: nn.Module, flat: FlatInputs, now: Draw) -> None:
     if any([isinstance(leaf, Tensor) and leaf.device.type in DEVICES for leaf in flat.leaves]):
-        prefill(find_groups([layer.bayes for _, layer in converted_layers(model)]), now)
+        layers = converted_layers(model)
+        prefill(find_groups([layer.bayes for _, layer in layers]), now)
+        pairs = [(layer.bayes, layer) for _, layer in layers]
+        prefill_points(pairs, now)
+        prefill_patches(pairs, now)
+    else:
+        if now.seed is None and now.noise != "mean":
+            prefill(factor_groups(model), now)
+        prefill_weights([(layer.bayes, layer) for _, layer in converted_layers(model)], now)
 
 
 def _keep_mixing(record: Record, now: Draw) -> None:
@@ -174,7 +185,7 @@ def _late(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, evaluat
         return False, None
     args, kwargs = flat.tile(1)
     try:
-        late = replace(now, late=plan, cache={}, calls={}, log_probs={}, byproducts={})
+        late = replace(now, late=plan, cache={}, calls={}, log_probs={}, byproducts={}, noises={})
         _prefill(model, flat, late)
         with activate(late):
             output = plan.finish(model(*args, **kwargs), now.components * now.samples)
@@ -324,14 +335,25 @@ def _verify_rows(model: nn.Module, seen: Draw, flat: FlatInputs) -> None:
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode and restore every module's own mode afterwards."""
-    if not any(module.training for module in modules(model)):
+    every = modules(model)
+    training = [module for module in every if module.training]
+    if not training:
         yield
         return
-    modes = [(module, module.training) for module in modules(model)]
-    model.eval()
+    evaluated = [module for module in every if not module.training]
+    # What train() does but for its look at every attribute that is set: a fifth of a small network's prediction.
+    plain = all([type(module).train is nn.Module.train for module in every])
+    if plain:
+        for module in training:
+            module.__dict__["training"] = False
+    else:
+        model.eval()
     try:
         yield
     finally:
-        for module, mode in modes:
-            if module.training != mode:
-                module.training = mode
+        for module in training:
+            if not module.training:
+                module.__dict__["training"] = True
+        for module in evaluated:
+            if module.training:
+                module.training = False

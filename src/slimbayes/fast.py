@@ -13,11 +13,12 @@ class FastPaths:
     """Which fast paths are taken. All give the plain path's result: same moments, same gradients.
 
     noise: normals on the CPU from raw bits and vectorised arithmetic, instead of torch's serial generator.
-    factors: the rank-1 factors of all layers sampled by one operation, and their KL by another.
+    factors: the rank-1 factors of all layers sampled by one operation, and their KL by another; patches likewise.
     rows: factors on rows with a backward pass of one sweep.
     folded: shared rank-1 factors folded into the weights where that is cheaper.
     weights: weight samples of MeanField and KTied with their KL as a by-product.
     log_sigma: Σ log σ of a k-tied layer by interpolation instead of a pass over all weights.
+    members: the members of a small deep ensemble as one batched network.
     late: what comes before the first random layer is computed once, not once per draw.
     triton: hand-written GPU kernels.
     """
@@ -28,6 +29,7 @@ class FastPaths:
     folded: bool = True
     weights: bool = True
     log_sigma: bool = True
+    members: bool = True
     late: bool = True
     triton: bool = True
 

@@ -91,6 +91,8 @@ class Categorical(Likelihood):
         if not _looks_at(draws):
             return
         classes, labels = draws.shape[axis], targets.long()
+        if labels.numel() == 0 or (int(labels.min()) >= 0 and int(labels.max()) < classes):
+            return
         wrong = ((labels < 0) | (labels >= classes)) & ~self._ignored(labels)
         if wrong.any():
             raise ValueError(
@@ -102,6 +104,11 @@ class Categorical(Likelihood):
         """Σ log softmax(f)_y over the row's targets, [D, B]."""
         self.check(draws, targets)
         axis, labels = self.axis(draws.ndim - 1), targets.long()  # a uint8 never equals -100
+        if draws.ndim == 3 and self.ignore_index is not None:
+            log_p = self.log_probabilities(draws).flatten(0, 1)  # [D·B, C]
+            labels = labels.expand(draws.shape[0], -1).reshape(-1)
+            nll = F.nll_loss(log_p, labels, ignore_index=self.ignore_index, reduction="none")
+            return -nll.view(draws.shape[:2])
         ignored = self._ignored(labels)
         index = labels.masked_fill(ignored, 0).unsqueeze(axis)  # [B, ..., 1]
         log_p = self.log_probabilities(draws)  # [D, B, ..., C]
@@ -335,7 +342,8 @@ def _check_types(draws: object, targets: object, likelihood: Likelihood, axes: i
         )
     if not torch.compiler.is_compiling() and draws.is_cuda and draws.requires_grad:
         _steps[0] += 1
-    if _looks_at(draws) and not torch.isfinite(draws).all():
+    # A finite sum has finite terms; only another one may have been too large.
+    if _looks_at(draws) and not math.isfinite(draws.detach().sum()) and not torch.isfinite(draws).all():
         bad = draws.numel() - int(torch.isfinite(draws).sum())
         raise NotFiniteError(
             f"{bad} of {draws.numel()} elements of draws {list(draws.shape)} are NaN or infinite: if training"

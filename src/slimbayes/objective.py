@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from slimbayes import distributions as d
 from slimbayes import fast
 from slimbayes.apply.base import KLTerm
-from slimbayes.apply.bulk import find_groups, group_kl, has_closed_kl
+from slimbayes.apply.bulk import group_kl, has_closed_kl
 from slimbayes.apply.fused import Sums
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.kl import mixture_kl, total_kl
 from slimbayes.likelihoods import Categorical, Likelihood
-from slimbayes.record import Record, converted_layers, find_record, unwrap
-from slimbayes.weightkl import Raw
+from slimbayes.record import Record, converted_layers, factor_groups, find_record, unwrap
+from slimbayes.weightkl import Raw, RawPrior, divergence
 
 REDUCTIONS = ("average", "mixture", "logits")
 
@@ -40,27 +40,30 @@ def kl(model: nn.Module) -> Tensor:
         joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
         seen: set[str] = set()
         if fast.paths.factors:
-            for group in find_groups(layer.bayes for _, layer in converted_layers(model)):
+            for group in factor_groups(model):
                 if has_closed_kl(group):
                     total = total + group_kl(group)
                     seen.update(group.sources)
+        left, record.byproducts = record.byproducts, {}
+        for name, known in left.items():  # what the last draw has of the KL of what it sampled
+            if known.valid():
+                total = total + known.kl()
+                seen.update([name] if isinstance(known, Sums) else known.names)
+        raw: list[tuple[Raw, RawPrior]] = []
         for name, q, p, reduction in _terms(model, record, seen):
             if name in seen:
                 continue
             seen.add(name)
-            known = record.byproducts.pop(name, None)
-            if isinstance(known, Sums):
-                if known.valid():
-                    total = total + known.kl()
-                    continue
-            elif isinstance(q, Raw):
-                q.byproduct = known
-            if reduction == "monte_carlo":
+            if isinstance(q, Raw):
+                raw.append((q, p))
+            elif reduction == "monte_carlo":
                 joint[q.loc.shape[0]].append((q, p))
             elif reduction == "mean":
                 total = total + total_kl(q, p) / q.loc.shape[0]
             else:
                 total = total + total_kl(q, p)
+        if raw:
+            total = total + divergence(raw)
         for terms in joint.values():
             total = total + mixture_kl(terms)
     return total
@@ -76,7 +79,7 @@ def _terms(model: nn.Module, record: Record, done: set[str]) -> Iterator[KLTerm]
     layers = [layer for _, layer in converted_layers(model)]
     for layer in layers:
         rule = layer.bayes
-        if not (f"{rule.name}.r" in done or f"{rule.name}.s" in done):  # a rule's factors are done together
+        if not rule.covered(done):
             yield from rule.kl_terms(layer)
     shared = [
         method.traits.shared_prior for method in record.methods if method.traits.shared_prior is not None

@@ -15,7 +15,7 @@ from slimbayes.draws import FlatInputs, check_options, draw_flat, evaluating, fl
 from slimbayes.late import kept, signature
 from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.pieces import Pieces, attempt
-from slimbayes.predictive import Predictive
+from slimbayes.predictive import CategoricalPredictive, Predictive
 from slimbayes.record import Record, find_record, unwrap
 
 
@@ -89,7 +89,9 @@ def predict_flat(
         if chunk is None and fold == (flat.batch, samples):
             draws = attempt(lambda: run(flat, samples, 0, 0))
             if draws is not None:
-                likelihood.check(draws)
+                if keep_draws and type(likelihood) is Categorical and not torch.compiler.is_compiling():
+                    likelihood.check(draws)
+                    return CategoricalPredictive(likelihood, None, draws)  # most callers want the mean alone
                 return likelihood.predictive(draws if keep_draws else likelihood.moments(draws))
         if keyed is None:
             # One function per draw must stay one function in every chunk: chunks are keyed by a random seed.
@@ -103,8 +105,7 @@ def _fold(model: nn.Module, record: Record, flat: FlatInputs, samples: int, nois
     whole = flat.batch, samples
     if small(record.components * samples * flat.batch, record.components) or torch.compiler.is_compiling():
         return whole
-    device = device_of(flat.leaves, model)
-    available = budget(device)
+    available = budget(device_of(flat.leaves, model))
     if available is None:
         return whole
     inputs = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, noise)

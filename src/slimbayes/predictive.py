@@ -86,10 +86,18 @@ class Predictive(ABC):
     (tensor([0.5000, 0.5000]), tensor([0.6919, 0.0000]))
     """
 
-    def __init__(self, likelihood: Likelihood, moments: Moments, draws: Tensor | None = None) -> None:
+    def __init__(self, likelihood: Likelihood, moments: Moments | None, draws: Tensor | None = None) -> None:
         self.likelihood = likelihood
-        self.moments = moments
+        self._moments = moments
         self._draws = draws
+        self._mean: Tensor | None = None
+
+    @property
+    def moments(self) -> Moments:
+        """The averages over the draws; from the draws when first asked for, where they were not given."""
+        if self._moments is None:
+            self._moments = self.likelihood.moments(self._need("moments"))
+        return self._moments
 
     @property
     @abstractmethod
@@ -105,6 +113,10 @@ class Predictive(ABC):
         """``n`` targets per example, [n, B, ...]: a draw for each row, then the row's targets from it."""
 
     @abstractmethod
+    def _mean_of_draws(self) -> Tensor:
+        """E[y] without the other averages: the same number as in ``moments``."""
+
+    @abstractmethod
     def _mixture(self, what: str) -> Tensor:
         """The network output [B, ...] that would give the mixture; ``what`` asks, for the error."""
 
@@ -116,7 +128,11 @@ class Predictive(ABC):
     @property
     def mean(self) -> Tensor:
         """E[y] in the shape of the network's output; probabilities where y is discrete."""
-        return self.moments.mean
+        if self._moments is not None:
+            return self._moments.mean
+        if self._mean is None:
+            self._mean = self._mean_of_draws()
+        return self._mean
 
     @property
     def aleatoric(self) -> Tensor:
@@ -161,7 +177,11 @@ class Predictive(ABC):
     def __repr__(self) -> str:
         kept = "" if self._draws is not None else " (not kept)"
         where = f"dtype={self.mean.dtype}, device={self.mean.device}"
-        return f"{type(self).__name__}({self.moments.count} draws{kept}, shape={list(self.shape)}, {where})"
+        return f"{type(self).__name__}({self._count} draws{kept}, shape={list(self.shape)}, {where})"
+
+    @property
+    def _count(self) -> int:
+        return self.moments.count if self._draws is None else self._draws.shape[0]
 
     def __getitem__(self, index: slice | Tensor) -> Predictive:
         """The predictive of some rows of the batch: a slice, a mask or a tensor of row numbers."""
@@ -195,7 +215,7 @@ class Predictive(ABC):
         return type(first)(first.likelihood, moments, draws)
 
     def _signature(self) -> tuple[object, ...]:
-        return type(self), repr(self.likelihood), self.moments.count, self._draws is None, self.shape[1:]
+        return type(self), repr(self.likelihood), self._count, self._draws is None, self.shape[1:]
 
     def _need(self, what: str) -> Tensor:
         if self._draws is None:
@@ -245,6 +265,9 @@ class CategoricalPredictive(Predictive):
         log_p = self.likelihood.log_probabilities(self._chosen(n, generator))  # [n, B, ..., C]
         return _sample_class(log_p, self.likelihood.axis(self.mean.ndim), generator)
 
+    def _mean_of_draws(self) -> Tensor:
+        return self.likelihood.log_probabilities(self._need("mean")).exp_().mean(0)
+
     def _mixture(self, what: str) -> Tensor:
         return self.moments.log_mean
 
@@ -274,6 +297,9 @@ class BernoulliPredictive(Predictive):
         """Zeros and ones, [n, B, ...]."""
         log_p = self.likelihood.log_probabilities(self._chosen(n, generator))  # [n, B, ..., 2]
         return _sample_class(log_p, -1, generator).to(self.mean.dtype)
+
+    def _mean_of_draws(self) -> Tensor:
+        return self.moments.mean
 
     def _mixture(self, what: str) -> Tensor:
         log_q, log_p = self.moments.log_mean.unbind(-1)
@@ -314,6 +340,9 @@ class GaussianPredictive(Predictive):
         """Targets with their noise, [n, B, ...]."""
         loc, log_precision = self.likelihood.components(self._chosen(n, generator))  # [n, B, ...]
         return loc + (-0.5 * log_precision).exp() * _noise(loc, generator, Tensor.normal_)
+
+    def _mean_of_draws(self) -> Tensor:
+        return self.moments.mean
 
     def _mixture(self, what: str) -> Tensor:
         return self._need(what)

@@ -1,14 +1,15 @@
 """KL of random weights straight from their parameters, with a backward pass of few sweeps.
 
 The closed forms of ``kl`` on distributions go over the weights a dozen times under autograd. Here a Normal prior is
-two numbers, the sums are dot products, and the gradients are written out. A draw leaves a ``Byproduct`` for the KL
-that follows it: σ of every weight, and a place where the KL's backward pass can leave its factor for the draw's,
-which then adds both gradients in one sweep.
+two numbers, the sums are dot products, and the gradients are written out, for many tensors in one operation. A draw
+leaves a ``Byproduct`` for the KL that follows it: σ of every weight, and a place where the KL's backward pass can
+leave its factor for the draw's, which then adds both gradients in one sweep.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import fast, priors
-from slimbayes.kl import closed
 from slimbayes.logsigma import exact, sum_log_sigma, value_and_gradients
 from slimbayes.noise import transformed
-from slimbayes.posteriors import KTiedPosterior, NormalPosterior, Posterior, positive
+from slimbayes.posteriors import EPSILON, KTiedPosterior, NormalPosterior, Posterior, positive
+
+Number = Tensor | float  # of one element: read on the CPU, left on a GPU, which would have to be waited for
 
 
 @dataclass
@@ -36,22 +38,31 @@ class RawPrior:
 
 
 @dataclass
+class Raw:
+    """A posterior around ``loc`` by its parameters: (ρ,) of a Normal, (log U, log V) of a k-tied one."""
+
+    loc: Tensor
+    spread: tuple[Tensor, ...]
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The mean and the parameters of the spread."""
+        return (self.loc, *self.spread)
+
+
+@dataclass
 class Pending:
     """Where a KL's backward pass leaves its factor for the backward pass of the sample of the same weights."""
 
     task: int = -1
     factor: Tensor | None = None
-    prior: RawPrior | None = None
     done: int = -1
 
-    def take(self) -> tuple[Tensor, RawPrior] | None:
+    def take(self) -> Tensor | None:
         """What was left in this very backward pass; nothing can be left after it."""
         self.done = torch._C._current_graph_task_id()
-        factor, prior = self.factor, self.prior
-        self.factor = self.prior = None
-        if self.task != self.done or factor is None or prior is None:
-            return None
-        return factor, prior
+        factor, self.factor = self.factor, None
+        return factor if self.task == self.done else None
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
@@ -61,25 +72,59 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass
 class Byproduct:
-    """Of one sample: σ where it is one per weight, and the parameters and their versions that it came from."""
+    """Of one operation that sampled random tensors: their parameters as they were, priors, and σ where it was kept."""
 
-    parameters: tuple[Tensor, ...]
-    scale: Tensor | None = None
+    sources: list[str]
+    raws: list[Raw]
+    priors: list[RawPrior | None]  # None: another layer's, or none that is Normal
+    owners: list[Callable[[], tuple[Tensor | None, ...]]]  # the parameters that each tensor has now
+    scales: list[Tensor | None] = field(default_factory=list)
     node: Any = None
     pending: Pending = field(default_factory=Pending)
-    versions: tuple[tuple[int, int], ...] = ()
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.versions = tuple(_version(tensor) for tensor in self.parameters)
+        self.versions = [_version(tensor) for raw in self.raws for tensor in raw.parameters]
 
-    def belongs_to(self, parameters: tuple[Tensor, ...]) -> bool:
-        """Whether it came from these parameters, and they have not changed since."""
-        return all(
-            mine is other and _version(other) == version
-            for mine, other, version in zip(self.parameters, parameters, self.versions, strict=True)
-        )
+    def add(
+        self, source: str, raw: Raw, prior: RawPrior | None, owner: Callable[[], tuple[Tensor | None, ...]]
+    ) -> None:
+        """One more tensor that is sampled with the others."""
+        self.sources.append(source)
+        self.raws.append(raw)
+        self.priors.append(prior)
+        self.owners.append(owner)
+        self.versions += [_version(tensor) for tensor in raw.parameters]
 
-    def leave(self, factor: Tensor, prior: RawPrior) -> bool:
+    @property
+    def with_kl(self) -> list[int]:
+        """Positions of the tensors whose KL follows from this."""
+        return [i for i, prior in enumerate(self.priors) if prior is not None]
+
+    @property
+    def names(self) -> list[str]:
+        """The sources of those tensors."""
+        return [self.sources[i] for i in self.with_kl]
+
+    def valid(self) -> bool:
+        """Whether there is a KL to take over: the parameters are still the layers' own, and have not changed."""
+        if torch.compiler.is_compiling() or not self.with_kl:
+            return False  # compiled code has no part in a graph made outside of it
+        position = 0
+        for raw, owner in zip(self.raws, self.owners, strict=True):
+            for mine, other in zip(raw.parameters, owner(), strict=True):
+                if mine is not other or _version(mine) != self.versions[position]:
+                    return False
+                position += 1
+        return True
+
+    def kl(self) -> Tensor:
+        """KL of all its tensors that have a prior here."""
+        kept = self.with_kl
+        terms = [(self.raws[i], self.priors[i]) for i in kept]
+        return divergence(terms, self)  # type: ignore[arg-type]
+
+    def leave(self, factor: Tensor) -> bool:
         """Leave the KL's factor to the sample's backward pass, if that is still to come in this one."""
         task = torch._C._current_graph_task_id()
         if (
@@ -88,33 +133,25 @@ class Byproduct:
             or not torch._C._will_engine_execute_node(self.node)
         ):
             return False
-        self.pending.task, self.pending.factor, self.pending.prior = task, factor, prior
+        self.pending.task, self.pending.factor = task, factor
         return True
 
 
-@dataclass
-class Raw:
-    """A posterior around ``loc`` by its parameters: (ρ,) of a Normal, (log U, log V) of a k-tied one."""
-
-    loc: Tensor
-    spread: tuple[Tensor, ...]
-    byproduct: Byproduct | None = None
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """The mean and the parameters of the spread."""
-        return (self.loc, *self.spread)
+def spread_of(posterior: Posterior | None) -> tuple[Tensor, ...]:
+    """The parameters of a spread that the fast paths know, else none."""
+    if type(posterior) is NormalPosterior and posterior.maximum is None:
+        return (posterior.rho,)
+    if type(posterior) is KTiedPosterior:
+        return posterior.log_u, posterior.log_v
+    return ()
 
 
 def raw_spread(posterior: Posterior | None, mean: Tensor) -> Raw | None:
     """The posterior's parameters where the fast paths know what to do with them, else None."""
     if posterior is None or not fast.paths.weights or torch.compiler.is_compiling() or transformed():
         return None
-    if type(posterior) is NormalPosterior and posterior.maximum is None:
-        raw = Raw(mean, (posterior.rho,))
-    elif type(posterior) is KTiedPosterior:
-        raw = Raw(mean, (posterior.log_u, posterior.log_v))
-    else:
+    raw = Raw(mean, spread_of(posterior))
+    if not raw.spread:
         return None
     if mean.dtype not in (torch.float32, torch.float64):
         return None
@@ -133,130 +170,170 @@ def raw_prior(prior: priors.Prior, fan_in: int | None, tied: bool) -> RawPrior |
     return None
 
 
-@closed(Raw, RawPrior)
-def raw_kl(q: Raw, p: RawPrior) -> Tensor:
-    """Σ log(σ_p/σ) + (σ² + (μ − μ_p)²)/(2σ_p²) − ½."""
-    known = q.byproduct
-    if known is not None and not known.belongs_to(q.parameters):
-        known = None
-    function = _NormalKL if len(q.spread) == 1 else _KTiedKL
-    value: Tensor = function.apply(q.loc, *q.spread, known, p)  # type: ignore[no-untyped-call]
+def scale_of(rho: Tensor) -> Tensor:
+    """softplus(ρ) + 1e-7, by two vectorised functions where torch's softplus is not one.
+
+    >>> bool(torch.isclose(scale_of(torch.tensor([900.0])), torch.tensor(900.0)))
+    True
+    """
+    if rho.device.type != "cpu":
+        return positive(rho)
+    scale = rho.exp().log1p_().add_(EPSILON)
+    # exp overflows from 88 on (float64: 709); one sum of squares costs less than a search for the largest.
+    return scale if math.isfinite(squares(scale)) else positive(rho)
+
+
+def divergence(terms: Sequence[tuple[Raw, RawPrior]], known: Byproduct | None = None) -> Tensor:
+    """Σ log(σ_p/σ) + (σ² + (μ − μ_p)²)/(2σ_p²) − ½ over all elements of all terms, as one operation.
+
+    >>> raw = Raw(torch.zeros(3), (torch.full((3,), math.log(math.e - 1.0)),))  # σ = 1
+    >>> abs(float(divergence([(raw, RawPrior(0.0, 1.0))]))) < 1e-5
+    True
+    """
+    tensors = [tensor for raw, _ in terms for tensor in raw.parameters]
+    value: Tensor = _Divergence.apply(terms, known, *tensors)  # type: ignore[no-untyped-call]
     return value
 
 
-class _NormalKL(torch.autograd.Function):
-    """With c = 1/σ_p²: dM = c(M − μ_p), dρ = (cσ − 1/σ)∘sigmoid(ρ)."""
+class _Divergence(torch.autograd.Function):
+    """With c = 1/σ_p²: dM = c(M − μ_p), dσ = cσ − 1/σ, dρ = dσ∘sigmoid(ρ), d log U = (dσ V)∘U.
 
-    @staticmethod
-    def forward(ctx: Any, mean: Tensor, rho: Tensor, known: Byproduct | None, prior: RawPrior) -> Tensor:
-        scale = positive(rho) if known is None or known.scale is None else known.scale
-        ctx.save_for_backward(mean, rho, scale)
-        ctx.known, ctx.prior = known, prior
-        squares = _squares(scale) + _distance(mean, prior)
-        constant = mean.numel() * (math.log(prior.scale) - 0.5)
-        return squares.mul_(0.5 * prior.precision).sub_(scale.log().sum()).add_(constant)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mean, rho, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative is asked for: σ must be a function of ρ
-            return *_again(_plain_normal, (mean, rho), ctx.prior, grad), None, None
-        if ctx.known is not None and ctx.known.leave(grad, ctx.prior):
-            return None, None, None, None
-        slope = torch.reciprocal(scale).sub_(scale, alpha=ctx.prior.precision).mul_(-grad)
-        return _pull(mean, ctx.prior, grad), slope.mul_(torch.sigmoid(rho)), None, None
-
-
-class _KTiedKL(torch.autograd.Function):
-    """The same with σ = U Vᵀ: from a draw's σ, or else with Σσ² = Σ_ab (UᵀU)_ab (VᵀV)_ab and log σ by ``logsigma``.
-
-    Without σ the gradients of U and V are few numbers, made at once.
+    For σ = U Vᵀ not kept by a draw: Σσ² = Σ_ab (UᵀU)_ab (VᵀV)_ab and log σ by ``logsigma``, and the gradients of
+    U and V are few numbers, made at once.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, mean: Tensor, log_u: Tensor, log_v: Tensor, known: Byproduct | None, prior: RawPrior
+        ctx: Any, terms: Sequence[tuple[Raw, RawPrior]], known: Byproduct | None, *tensors: Tensor
     ) -> Tensor:
-        ctx.known, ctx.prior = known, prior
-        ctx.scaled = known is not None and known.scale is not None
-        constant = mean.numel() * (math.log(prior.scale) - 0.5)
-        if known is not None and known.scale is not None:
-            ctx.save_for_backward(mean, log_u, log_v, known.scale)
-            squares, logs = _squares(known.scale), known.scale.log().sum()
-        else:
-            u, v = log_u.exp(), log_v.exp()
-            gram_u, gram_v = u.t() @ u, v.t() @ v
-            logs, du, dv = value_and_gradients(log_u, log_v)
-            du = torch.addcmul(-du, u @ gram_v, u, value=prior.precision)
-            dv = torch.addcmul(-dv, v @ gram_u, v, value=prior.precision)
-            ctx.save_for_backward(mean, log_u, log_v, du, dv)
-            squares = (gram_u * gram_v).sum()
-        squares = squares + _distance(mean, prior)
-        return squares.mul_(0.5 * prior.precision).sub_(logs).add_(constant)
+        scales = [None] * len(terms) if known is None else [known.scales[i] for i in known.with_kl]
+        total: Number = 0.0
+        kept: list[Tensor | None] = []  # σ, or the gradients of log U and log V
+        for (raw, prior), scale in zip(terms, scales, strict=True):
+            if scale is None and len(raw.spread) == 1:
+                scale = scale_of(raw.spread[0])
+            if scale is not None:
+                total = total + 0.5 * prior.precision * squares(scale) - number(scale.log().sum())
+                kept += [scale, None]
+            else:
+                value, *gradients = _ktied_terms(raw, prior)
+                total = total + value
+                kept += gradients
+            total = total + 0.5 * prior.precision * _distance(raw.loc, prior)
+            total = total + raw.loc.numel() * (math.log(prior.scale) - 0.5)
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.terms, ctx.known = terms, known
+        dtype = tensors[0].dtype
+        return total.to(dtype) if isinstance(total, Tensor) else torch.full((), total, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mean, log_u, log_v, *rest = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *_again(_plain_ktied, (mean, log_u, log_v), ctx.prior, grad), None, None
-        left = ctx.known is not None and ctx.known.leave(grad, ctx.prior)
-        if left and ctx.scaled:
-            return None, None, None, None, None
-        if ctx.scaled:
-            slope = torch.reciprocal(rest[0]).sub_(rest[0], alpha=ctx.prior.precision).mul_(-grad)
-            du, dv = ktied_gradients(slope, log_u, log_v)
-        else:
-            du, dv = rest[0] * grad, rest[1] * grad
-        return None if left else _pull(mean, ctx.prior, grad), du, dv, None, None
+        count = 2 * len(ctx.terms)
+        tensors, kept = ctx.saved_tensors[:-count], ctx.saved_tensors[-count:]
+        if (
+            torch.is_grad_enabled()
+        ):  # a second derivative is asked for: σ must be a function of its parameters
+            return None, None, *_again(ctx.terms, tensors, grad)
+        left = ctx.known is not None and ctx.known.leave(grad)
+        factor = number(grad)
+        found: list[Tensor | None] = []
+        start = 0
+        for i, (raw, prior) in enumerate(ctx.terms):
+            mean, *spread = tensors[start : start + len(raw.parameters)]
+            start += len(raw.parameters)
+            scale, slope_v = kept[2 * i : 2 * i + 2]
+            found.append(None if left else pull(mean, prior, factor))
+            if slope_v is not None:  # these are the gradients themselves
+                found += [scale * factor, slope_v * factor]
+            elif left:
+                found += [None] * len(spread)
+            else:
+                found += spread_gradients(add_pull(None, scale, prior, factor), spread)
+        return None, None, *found
 
 
-def ktied_gradients(slope: Tensor, log_u: Tensor, log_v: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of log U and log V from that of σ = U Vᵀ, G: (G V)∘U and (Gᵀ U)∘V."""
+def _ktied_terms(raw: Raw, prior: RawPrior) -> tuple[Number, Tensor, Tensor]:
+    """½cΣσ² − Σ log σ of a k-tied matrix, and its gradients with respect to log U and log V."""
+    log_u, log_v = raw.spread
+    u, v = log_u.exp(), log_v.exp()
+    gram_u, gram_v = u.t() @ u, v.t() @ v
+    logs, du, dv = value_and_gradients(log_u, log_v)
+    du = torch.addcmul(-du, u @ gram_v, u, value=prior.precision)
+    dv = torch.addcmul(-dv, v @ gram_u, v, value=prior.precision)
+    return 0.5 * prior.precision * number((gram_u * gram_v).sum()) - number(logs), du, dv
+
+
+def spread_gradients(slope: Tensor, spread: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of a spread's parameters from that of σ, whose memory may be used."""
+    if len(spread) == 1:
+        return [slope.mul_(torch.sigmoid(spread[0]))]
+    log_u, log_v = spread
     u, v = log_u.exp(), log_v.exp()
     slope = slope.reshape(len(u), len(v))
-    return (slope @ v).mul_(u), (u.t() @ slope).t() * v  # few rows on the left: several times faster
+    # Few rows on the left of both products: several times faster.
+    return [(v.t() @ slope.t()).t() * u, (u.t() @ slope).t() * v]
 
 
-def _squares(x: Tensor) -> Tensor:
-    flat = x.reshape(-1)
-    return torch.dot(flat, flat)
+def add_pull(slope: Tensor | None, scale: Tensor, prior: RawPrior, factor: Number) -> Tensor:
+    """``slope`` + κ(σ/σ_p² − 1/σ), in the slope's own memory."""
+    if slope is None:
+        return torch.reciprocal(scale).sub_(scale, alpha=prior.precision).mul_(-factor)
+    if isinstance(factor, float):
+        slope.add_(scale, alpha=factor * prior.precision)
+        return slope.addcdiv_(scale.new_ones(()), scale, value=-factor)
+    return slope.addcmul_(scale, factor, value=prior.precision).addcdiv_(-factor, scale)
 
 
-def _distance(mean: Tensor, prior: RawPrior) -> Tensor:
-    if prior.loc is None:
-        return mean.new_zeros(())
-    return _squares(mean if prior.loc == 0.0 else mean - prior.loc)
-
-
-def _pull(mean: Tensor, prior: RawPrior, grad: Tensor) -> Tensor:
-    """Gradient of ½c(M − μ_p)²: zeros where the prior's mean is M itself."""
+def pull(mean: Tensor, prior: RawPrior, factor: Number) -> Tensor:
+    """κ(M − μ_p)/σ_p²: zeros where the prior's mean is M itself."""
     if prior.loc is None:
         return torch.zeros_like(mean)
-    factor = grad * prior.precision
+    factor = factor * prior.precision
     return mean * factor if prior.loc == 0.0 else (mean - prior.loc).mul_(factor)
 
 
-def _plain_normal(prior: RawPrior, mean: Tensor, rho: Tensor) -> Tensor:
-    scale = positive(rho)
-    return 0.5 * prior.precision * scale.square().sum() - scale.log().sum() + _plain_distance(prior, mean)
+def number(x: Tensor) -> Number:
+    """The number in a tensor of one element, where it can be had without waiting."""
+    return x.item() if x.device.type == "cpu" else x
 
 
-def _plain_ktied(prior: RawPrior, mean: Tensor, log_u: Tensor, log_v: Tensor) -> Tensor:
-    u, v = log_u.exp(), log_v.exp()
-    squares = ((u.t() @ u) * (v.t() @ v)).sum()
-    logs = exact(log_u, log_v) if log_u.shape[1] > 1 else sum_log_sigma(log_u, log_v)
-    return 0.5 * prior.precision * squares - logs + _plain_distance(prior, mean)
+def squares(x: Tensor) -> Number:
+    """Σx²."""
+    flat = x.reshape(-1)
+    return number(torch.dot(flat, flat))
 
 
-def _plain_distance(prior: RawPrior, mean: Tensor) -> Tensor:
-    centre = mean if prior.loc is None else prior.loc
-    return 0.5 * prior.precision * (mean - centre).square().sum()
+def _distance(mean: Tensor, prior: RawPrior) -> Number:
+    if prior.loc is None:
+        return 0.0
+    return squares(mean if prior.loc == 0.0 else mean - prior.loc)
+
+
+def _plain(terms: Sequence[tuple[Raw, RawPrior]], tensors: Sequence[Tensor]) -> Tensor:
+    """The sum but for its constant, by operations that autograd knows."""
+    total = tensors[0].new_zeros(())
+    start = 0
+    for raw, prior in terms:
+        mean, *spread = tensors[start : start + len(raw.parameters)]
+        start += len(raw.parameters)
+        if len(spread) == 1:
+            scale = positive(spread[0])
+            sizes, logs = scale.square().sum(), scale.log().sum()
+        else:
+            u, v = spread[0].exp(), spread[1].exp()
+            sizes = ((u.t() @ u) * (v.t() @ v)).sum()
+            logs = sum_log_sigma(*spread) if u.shape[1] == 1 else exact(*spread)
+        centre = mean if prior.loc is None else prior.loc
+        total = total + 0.5 * prior.precision * (sizes + (mean - centre).square().sum()) - logs
+    return total
 
 
 def _again(
-    function: Any, inputs: tuple[Tensor, ...], prior: RawPrior, grad: Tensor
-) -> tuple[Tensor | None, ...]:
+    terms: Sequence[tuple[Raw, RawPrior]], tensors: Sequence[Tensor], grad: Tensor
+) -> list[Tensor | None]:
     """Gradients that can be differentiated again, by autograd through the plain formula."""
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    found = iter(torch.autograd.grad(function(prior, *inputs), wanted, grad, create_graph=True))
-    return tuple(next(found) if tensor.requires_grad else None for tensor in inputs)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    found = iter(
+        torch.autograd.grad(_plain(terms, tensors), wanted, grad, create_graph=True, allow_unused=True)
+    )
+    return [next(found) if tensor.requires_grad else None for tensor in tensors]

@@ -115,11 +115,25 @@ def test_page_says_what_holds_and_what_does_not(tmp_path):
         ],
     }  # fmt: skip
     (tmp_path / "epoch-gpu.json").write_text(json.dumps(epochs))
+    profile = {
+        "device": "a GPU", "torch": "2", "commit": "abc",
+        "rates": {"bytes_per_second": 4e12, "operations_per_second": 6e14},
+        "runs": {
+            "mlp / deterministic / graphs": {"wall_ms": 3.0, "parts": {"products": 2.5, "optimizer": 0.5}},
+            "mlp / rank1 / graphs": {"wall_ms": 4.0, "parts": {"products": 2.75, "ours: noise": 1.0}},
+            "mlp / emp / graphs": {"error": "RuntimeError: no"},
+        },
+    }  # fmt: skip
+    (tmp_path / "profile-gpu.json").write_text(json.dumps(profile))
     text = write_page(tmp_path, tmp_path / "docs" / "speed.md").read_text()
     assert (
         "| mlp | train | eager | Rank1 normal, K=4, per example | time | ≤ 1.9 | 2.00 ± 0.00 | **no** |"
         in text
     )
+    assert "4.00 TB/s" in text and "600 TFLOP/s" in text
+    assert "| part | deterministic | Rank1 normal, K=4, per example |" in text
+    shares = ["| products | 2.50 | 2.75 |", "| ours: noise | – | 1.00 |", "| optimizer | 0.50 | – |"]
+    assert "\n".join([*shares, "| step | 3.00 | 4.00 |"]) in text
     assert (
         "| mlp | train | compiled | Rank1 normal, K=4, per example | time | ≤ 1.6 | 1.50 ± 0.00 | yes |"
         in text

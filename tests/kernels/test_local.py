@@ -10,8 +10,9 @@ from helpers_kernels import DEVICE, needs_kernels
 
 from slimbayes import fast_paths
 from slimbayes.apply.local import add_thin_noise, thin_factors
-from slimbayes.kernels import local
-from slimbayes.kernels.local import Tile, thin_local
+from slimbayes.kernels import local_launch as local
+from slimbayes.kernels.local import local_noise, thin_local, thin_squares
+from slimbayes.kernels.local_launch import Tile
 
 KERNEL = [pytest.param(True, marks=needs_kernels, id="kernel"), pytest.param(False, id="plain")]
 SEED = torch.tensor([-987654321987654321], device=DEVICE)
@@ -202,22 +203,80 @@ def test_compiled(kernel, extra):
 
 
 @pytest.mark.parametrize("extra", [True, False])
-def test_operator(extra):
-    """The operator's schema, shapes without data and gradients agree with what it does."""
+@pytest.mark.parametrize("chained", [True, False])
+def test_operators(extra, chained):
+    """Schemas, shapes without data and gradients agree with what the operators do."""
     with fast_paths(triton=False):
-        inputs = (*parts((4, 5, 6), 2, extra, torch.float64), SEED, 0, False)
-        torch.library.opcheck(torch.ops.slimbayes.thin_local, inputs)
+        y, x, a, b, more = parts((4, 5, 6), 2, extra, torch.float64)
+        torch.library.opcheck(torch.ops.slimbayes.thin_squares, (x, a, False))
+        t = thin_squares(x.detach(), a.detach()).requires_grad_()
+        bias, next_a = (
+            torch.rand(6, 3, dtype=torch.float64, device=DEVICE).requires_grad_() for _ in range(2)
+        )
+        rest = (bias[:, 0].detach().requires_grad_(), next_a) if chained else (None, None)
+        torch.library.opcheck(
+            torch.ops.slimbayes.local_noise, (y, t, b, more, *rest, SEED, 0, chained, False)
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNEL)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (9, 33, 130), (13, 70, 7)], ids=str)
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("q", [0, 3])
+@pytest.mark.parametrize("extra", [True, False])
+def test_chain(kernel, shape, relu, q, extra):
+    """Bias, noise, ReLU and the next product's T in one sweep, against autograd of the formula."""
+    y, x, a, b, more = parts(shape, 3, extra)
+    like = {"device": DEVICE}
+    bias = torch.randn(shape[2], **like).requires_grad_() if extra else None
+    next_a = torch.rand(shape[2], q, **like).requires_grad_() if q else None
+    with fast_paths(triton=kernel):
+        noise = noise_of(shape).double()
+        z, t = local_noise(y, thin_squares(x, a), b, more, bias, SEED, 0, relu, next_a)
+    given = [tensor for tensor in (y, x, a, b, more, bias, next_a) if tensor is not None]
+    exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in
+             (y, x, a, b, more, bias, next_a)]  # fmt: skip
+    expected = formula(*exact[:5], noise)
+    expected = expected if bias is None else expected + exact[5]
+    expected = expected.relu() if relu else expected
+    torch.testing.assert_close(z.double(), expected, rtol=3e-5, atol=3e-6)
+    found, wanted = [z], [expected]
+    if next_a is not None:
+        following = expected.square() @ exact[6]
+        torch.testing.assert_close(t.double(), following, rtol=1e-4, atol=1e-5)
+        found, wanted = [z, t], [expected, following]
+    weights = [torch.randn_like(value) for value in found]
+    grads = torch.autograd.grad(found, given, weights)
+    leaves = [tensor for tensor in exact if tensor is not None]
+    targets = torch.autograd.grad(wanted, leaves, [w.double() for w in weights])
+    for grad, target in zip(grads, targets, strict=True):
+        scale = 1.0 + float(target.abs().max())
+        torch.testing.assert_close(grad.double(), target, rtol=3e-5, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("kernel", KERNEL)
+def test_only_one_end_of_a_chain(kernel):
+    """A gradient that comes through the rows alone, or through the next product's T alone."""
+    shape = (9, 20, 30)
+    y, x, a, b, _ = parts(shape, 3)
+    next_a = torch.rand(30, 2, device=DEVICE).requires_grad_()
+    with fast_paths(triton=kernel):
+        z, t = local_noise(y, thin_squares(x, a), b, None, None, SEED, 0, True, next_a)
+        alone = torch.autograd.grad(z.sum(), [y, b], retain_graph=True)
+        other = torch.autograd.grad(t.sum(), [y, b], retain_graph=True)
+        for both, one, two in zip(torch.autograd.grad(z.sum() + t.sum(), [y, b]), alone, other, strict=True):
+            torch.testing.assert_close(both, one + two, rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
-@pytest.mark.parametrize("tile", [Tile(32, 8, 1), Tile(128, 4)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(32, 1, 2), Tile(128, 32)], ids=str)
 def test_tiles_change_nothing_but_the_sums_order(tile, monkeypatch):
     inputs = parts((21, 150, 270), 3)
     expected = thin_local(*inputs, SEED)
     g = torch.randn_like(expected)
     exact = torch.autograd.grad(expected, inputs, g)
     for name in ("THIN", "THIN_GRAD", "NOISY", "NOISY_GRAD"):
-        monkeypatch.setattr(local, name, (tile,) * 3)
+        monkeypatch.setattr(local, name, (tile,) * 4)
     found = thin_local(*inputs, SEED)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     for grad, target in zip(torch.autograd.grad(found, inputs, g), exact, strict=True):

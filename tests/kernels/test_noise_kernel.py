@@ -9,7 +9,7 @@ import torch
 from helpers_kernels import DEVICE, needs_kernels
 
 from slimbayes import fast_paths
-from slimbayes.kernels.noise import philox_noise
+from slimbayes.kernels.noise import packed_signs, philox_noise
 
 KERNEL = [pytest.param(True, marks=needs_kernels, id="kernel"), pytest.param(False, id="plain")]
 SEED = torch.tensor([2**61 + 12345], device=DEVICE)
@@ -86,3 +86,19 @@ def test_seeds_and_streams(kernel):
 def test_an_unknown_kind():
     with pytest.raises(ValueError, match="laplace"):
         philox_noise(SEED, "laplace", (3,), torch.float32)
+
+
+@pytest.mark.parametrize("kernel", KERNEL)
+def test_packed_signs(kernel):
+    """One bit each: fair, and none like its neighbour in the row, in the word or in the row below."""
+    torch.manual_seed(3)
+    with fast_paths(triton=kernel):
+        signs = packed_signs((2, 1, 60, 70), torch.float32, DEVICE)
+        again = packed_signs((2, 1, 60, 70), torch.bfloat16, DEVICE)
+    assert signs.shape == (2, 1, 60, 70) and again.dtype == torch.bfloat16
+    assert bool((signs.abs() == 1).all()) and not torch.equal(signs, again.float())
+    table = signs.double()
+    bound = 5 / math.sqrt(table.numel())
+    assert abs(float(table.mean())) < bound
+    for other in (table.roll(1, -1), table.roll(32, -1), table.roll(1, 2), table.roll(1, 0), again.double()):
+        assert abs(float((table * other).mean())) < 1.5 * bound

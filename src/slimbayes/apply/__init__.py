@@ -4,6 +4,7 @@ A rule is a module that holds spreads and is called with an operation and its in
 methods, and of layers only their geometry.
 """
 
+from slimbayes.apply import opaque  # registers the operators
 from slimbayes.apply.base import Operation, Rule, Slot
 from slimbayes.apply.dropped import DroppedRule
 from slimbayes.apply.indexed import IndexedRule, Mixing
@@ -20,4 +21,5 @@ __all__ = [
     "Rule",
     "SampledRule",
     "Slot",
+    "opaque",
 ]

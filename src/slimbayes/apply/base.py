@@ -92,6 +92,10 @@ class Rule(nn.Module, ABC):
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:
         """The layer's output for these inputs."""
 
+    def covered(self, seen: set[str]) -> bool:
+        """Whether the KL of all its random tensors is among those ``seen``, by their names."""
+        return False
+
     @abstractmethod
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
         """The pairs whose KL this layer adds."""

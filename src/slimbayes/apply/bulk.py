@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimbayes import fast, posteriors, priors
+from slimbayes.apply.atonce import normal_kl, sample_all
 from slimbayes.apply.base import Rule
+from slimbayes.apply.fused import SCOPE
 from slimbayes.apply.rank1 import Factor, Rank1Rule
+from slimbayes.apply.rows import eager
 from slimbayes.context import Draw
 from slimbayes.kernels.factors import sample_flat
+from slimbayes.kernels.factors_kl import _formula as formula
 from slimbayes.kernels.factors_kl import flat_kl
-from slimbayes.kernels.joined import join
-from slimbayes.noise import transformed
+from slimbayes.kernels.joined import join, part
+from slimbayes.noise import fresh_noise, transformed
 
-DEVICES = ("cuda",)  # where sampling all at once pays: a launch costs more than the numbers
+DEVICES = ("cuda",)  # where the samples of all factors are one kernel; on the CPU they are few calls
+_FEW = 1 << 16  # normals that torch's generator makes sooner than ours, a call out of compiled code
 _FAMILIES: dict[type, str] = {
     posteriors.NormalPosterior: "normal",
     posteriors.CauchyPosterior: "cauchy",
@@ -43,6 +50,39 @@ class Group:
     factors: list[Factor]
 
 
+@dataclass
+class Joined:
+    """The parameters of a group put together, for as long as one call of a compiled function lasts."""
+
+    group: Group
+    loc: Tensor
+    rho: Tensor
+
+
+@dataclass
+class Joins:
+    """What was put together in this call: the gradients of a draw and of its KL then meet before they are parted."""
+
+    made: list[Joined] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+
+JOINS = Joins()
+
+
+def joined(group: Group) -> tuple[Tensor, Tensor]:
+    """All locations of a group and all its scales before the softplus, [Σ K·C] each."""
+    for known in JOINS.made:
+        if known.group.factors[0] is group.factors[0] and len(known.group.factors) == len(group.factors):
+            return known.loc, known.rho
+    locs, rhos = parameters(group)
+    loc, rho = join(locs), join(rhos)
+    if SCOPE.open and torch.compiler.is_compiling():
+        JOINS.made = [*JOINS.made, Joined(group, loc, rho)]
+    return loc, rho
+
+
 def parameters(group: Group) -> tuple[list[Tensor], list[Tensor]]:
     """The locations and the scales before the softplus of a group's factors, [K, C] each."""
     locs: list[Tensor] = [factor.loc for factor in group.factors]
@@ -57,36 +97,70 @@ def has_closed_kl(group: Group) -> bool:
 
 def find_groups(rules: Iterable[Rule]) -> list[Group]:
     """The noisy rank-1 factors of these rules, by what they have in common; each tensor once."""
-    rank1: dict[str, Rank1Rule] = {}
-    members: dict[str, dict[str, Factor]] = {}
+    given = list(rules)
+    if SCOPE.open and torch.compiler.is_compiling():  # what is looked up twice would be traced twice
+        if JOINS.rules and len(JOINS.rules) == len(given) and JOINS.rules[0] is given[0]:
+            return JOINS.groups
+        JOINS.rules, JOINS.groups = given, _find_groups(given)
+        return JOINS.groups
+    return _find_groups(given)
+
+
+def _find_groups(rules: list[Rule]) -> list[Group]:
+    groups: list[Group] = []
+    firsts: list[Rank1Rule] = []
+    known: set[str] = set()
     for rule in rules:
         if not isinstance(rule, Rank1Rule):
             continue
         for which, factor in (("r", rule.r), ("s", rule.s)):
-            if factor is None or type(factor.spread) not in _FAMILIES:
+            source = f"{rule.name}.{which}"
+            if factor is None or source in known or type(factor.spread) not in _FAMILIES:
                 continue
-            key = _key(rule, factor)
-            if key not in members:
-                rank1[key], members[key] = rule, {}
-            members[key][f"{rule.name}.{which}"] = factor
-    return [
-        Group(_family(found), rank1[key].clip, rank1[key].reduction, list(found), list(found.values()))
-        for key, found in members.items()
-    ]
+            known.add(source)
+            at = 0
+            while at < len(groups) and not _together(rule, factor, firsts[at], groups[at].factors[0]):
+                at += 1
+            if at == len(groups):
+                family = _FAMILIES[type(factor.spread)]
+                groups.append(Group(family, rule.clip, rule.reduction, [], []))
+                firsts.append(rule)
+            groups[at].sources.append(source)
+            groups[at].factors.append(factor)
+    return groups
 
 
-def _family(found: dict[str, Factor]) -> str:
-    for factor in found.values():
-        return _FAMILIES[type(factor.spread)]
-    raise ValueError("a group has at least one factor")
+def _together(rule: Rank1Rule, factor: Factor, other_rule: Rank1Rule, other: Factor) -> bool:
+    """Whether two factors have a family, a prior, a clip, a reduction, components, a device and a type in common."""
+    if factor.prior is not other.prior:  # those of one method share an object
+        mine, theirs = factor.prior, other.prior
+        if type(mine) is not type(theirs):
+            return False
+        for name in ("loc", "scale"):
+            if getattr(mine, name, None) != getattr(theirs, name, None):
+                return False
+    loc, place = factor.loc, other.loc
+    return (
+        type(factor.spread) is type(other.spread)
+        and rule.clip == other_rule.clip
+        and rule.reduction == other_rule.reduction
+        and loc.shape[0] == place.shape[0]
+        and loc.device == place.device
+        and loc.dtype == place.dtype
+    )
 
 
-def _key(rule: Rank1Rule, factor: Factor) -> str:
-    """What factors of one group have in common, as a text: the compiler compares texts, but not all objects."""
-    loc, prior = factor.loc, factor.prior
-    law = f"{type(prior).__name__}({getattr(prior, 'loc', None)}, {getattr(prior, 'scale', None)})"
-    place = f"{loc.device.type}:{loc.device.index} {loc.dtype.itemsize} {loc.dtype == torch.bfloat16}"
-    return f"{_FAMILIES[type(factor.spread)]} {law} {rule.clip} {rule.reduction} {loc.shape[0]} {place}"
+def fingerprint(rules: Iterable[Rule]) -> list[Any]:
+    """All that decides how these rules' factors are grouped."""
+    facts: list[Any] = []
+    for rule in rules:
+        if isinstance(rule, Rank1Rule):
+            facts += (rule.name, rule.clip, rule.reduction)
+            for factor in (rule.r, rule.s):
+                if factor is not None:
+                    loc = factor.loc
+                    facts += (id(factor), factor.prior, type(factor.spread), loc.dtype, loc.device, len(loc))
+    return facts
 
 
 def prefill(groups: list[Group], draw: Draw) -> None:
@@ -97,19 +171,25 @@ def prefill(groups: list[Group], draw: Draw) -> None:
         return
     for group in groups:
         loc = group.factors[0].loc
-        if loc.device.type in DEVICES and loc.shape[0] == draw.components:
+        if loc.shape[0] != draw.components:
+            continue
+        if loc.device.type in DEVICES:
             _sample(group, draw)
+        elif loc.device.type == "cpu" and torch.compiler.is_compiling():
+            if group.factors[0].training and torch.is_grad_enabled():
+                _sample_compiled(group, draw)
+        elif loc.device.type == "cpu" and eager():
+            _sample_on_cpu(group, draw)
 
 
 def _sample(group: Group, draw: Draw) -> None:
     first = group.factors[0].loc
     examples = draw.batch if draw.noise == "example" else 1
-    locs, rhos = parameters(group)
-    widths = [loc.shape[1] for loc in locs]
+    widths = [factor.loc.shape[1] for factor in group.factors]
     kind, dtype = first.device.type, first.dtype
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    loc, rho = join(locs), join(rhos)
+    loc, rho = joined(group)
     seed = torch.randint(0, 2**62, (1,), device=first.device)
     values = sample_flat(loc, rho, widths, seed, draw.samples, examples, group.family, group.clip, dtype)
     for source, value in zip(group.sources, values, strict=True):
@@ -117,9 +197,58 @@ def _sample(group: Group, draw: Draw) -> None:
         draw.prefilled[source] = value
 
 
+def _sample_on_cpu(group: Group, draw: Draw) -> None:
+    locs, rhos = parameters(group)
+    examples = draw.batch if draw.noise == "example" else 1
+    values = sample_all(locs, rhos, draw.samples, examples, group.family, group.clip)
+    for source, value in zip(group.sources, values, strict=True):
+        draw.cache[source] = value
+        draw.prefilled[source] = value
+
+
+def _sample_compiled(group: Group, draw: Draw) -> None:
+    """The noise of all factors by one call out of the compiled code.
+
+    Shared factors are whole tensors behind an opaque operation: the compiler would compute σ again for every
+    weight that a factor scales.
+    """
+    first = group.factors[0].loc
+    examples = draw.batch if draw.noise == "example" else 1
+    shapes = [(first.shape[0], draw.samples, examples, factor.loc.shape[1]) for factor in group.factors]
+    sizes = [math.prod(shape) for shape in shapes]
+    if group.family not in ("normal", "cauchy") or not fast.paths.noise:
+        return
+    values: list[Tensor] = []
+    noise: Tensor
+    if draw.samples * examples == 1:
+        loc, rho = joined(group)
+        if group.family == "normal" and loc.numel() < _FEW:
+            noise = torch.randn_like(loc)
+        else:
+            noise = fresh_noise(group.family, (loc.numel(),), first.dtype, first.device)
+        value = torch.addcmul(loc, posteriors.positive(rho), noise)
+        values = part(value if group.clip is None else value.clamp(-group.clip, group.clip), shapes)
+    else:
+        noise = fresh_noise(group.family, (sum(sizes),), first.dtype, first.device)
+        for factor, own, shape in zip(group.factors, noise.split(sizes), shapes, strict=True):
+            spread = factor()
+            loc, scale = (tensor[:, None, None] for tensor in (spread.loc, spread.scale))
+            value = loc + scale * own.view(shape)
+            values.append(value if group.clip is None else value.clamp(-group.clip, group.clip))
+    for source, value in zip(group.sources, values, strict=True):
+        draw.cache[source] = value
+        draw.prefilled[source] = value
+
+
 def group_kl(group: Group) -> Tensor:
     """KL of all factors of a group against their prior, by its closed form."""
-    prior = group.factors[0].prior
-    locs, rhos = parameters(group)
-    total = flat_kl(join(locs), join(rhos), group.family, prior.loc, prior.scale)  # type: ignore[attr-defined]
-    return total / group.factors[0].loc.shape[0] if group.reduction == "mean" else total
+    prior: Any = group.factors[0].prior
+    first = group.factors[0].loc
+    if group.family in ("normal", "lognormal") and first.dtype.itemsize >= 4 and eager():
+        total = normal_kl(*parameters(group), prior.loc, prior.scale)
+    else:
+        loc, rho = joined(group)
+        # On a CPU the compiler's own loop takes less than a call out of compiled code.
+        inline = first.device.type == "cpu" and torch.compiler.is_compiling()
+        total = (formula if inline else flat_kl)(loc, rho, group.family, prior.loc, prior.scale)
+    return total / first.shape[0] if group.reduction == "mean" else total

@@ -6,7 +6,7 @@ ds_d = (G_d ∘ W)ᵀ r_d: a layer whose input needs no gradient, the first of a
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from slimbayes import fast
 from slimbayes.apply import rows
 from slimbayes.apply.base import Inputs, Operation, per_draw
+from slimbayes.apply.convolved import convolve, is_convolution, outer_product, output_ratio
 from slimbayes.context import Frame
 
 # Costs in visits of one element by an element-wise operation, measured.
@@ -50,19 +51,19 @@ def choose(op: Operation, inputs: Inputs, r: Tensor | None, s: Tensor | None, fr
         return ROWS
     if op.is_matrix:
         return _choose_matrix(x, weight, r is not None, s is not None, frame)
-    if not _is_convolution(op):
+    if not is_convolution(op):
         return ROWS
     both = Choice(s is not None, r is not None)
     if frame.draws == 1:
         return both
     if x.device.type != "cpu" or frame.draws > MOST_DRAWS or x.shape[0] < FEWEST_ROWS * frame.draws:
         return ROWS
-    positions = x.numel() / x.shape[1] * _output_ratio(op)
+    if not torch.is_grad_enabled():  # a factor then changes its rows in place, and nothing is joined
+        return ROWS
+    positions = x.numel() / x.shape[1] * output_ratio(op)
     scaling = (x.numel() if s is not None else 0) + (positions * op.output_size if r is not None else 0)
-    trains = torch.is_grad_enabled()
-    joining = (x.numel() + positions * op.output_size) * (1.0 if trains else 0.5)
-    folding = BOTH[trains] * frame.draws * weight.numel() + joining
-    on_rows = SIDE[trains] * scaling + _product(x, s is not None, positions * weight.numel())
+    folding = BOTH[True] * frame.draws * weight.numel() + x.numel() + positions * op.output_size
+    on_rows = SIDE[True] * scaling + _product(x, s is not None, positions * weight.numel())
     return both if folding < on_rows else ROWS
 
 
@@ -102,15 +103,21 @@ def apply(
     outer, inner = (None if f is None else _per_draw(f[:, :, 0], frame).to(op.weight.dtype) for f in (r, s))
     shift = None if bias is None else _per_draw(bias[:, None], frame)  # [draws, C]
     if not op.is_matrix:
-        weight = op.weight * _outer_product(op, outer, inner)  # [draws, *shape]
-        return _convolve(op, inputs, weight, shift)
+        weight = op.weight * outer_product(op, outer, inner)  # [draws, *shape]
+        return convolve(op, inputs, weight, shift)
     left, right = op.matrix_sides(inner, outer)  # type: ignore[arg-type]  # None is swapped all the same
     x = inputs[0]
-    if rows.eager() and x.dtype == op.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype == op.weight.dtype and not torch.is_autocast_enabled(x.device.type):
         first = left is outer  # the weight is [out, in]
-        flat = x.reshape(frame.draws, -1, x.shape[-1])  # [draws, positions, in]
-        y: Tensor = _Folded.apply(flat, op.weight, left, right, shift, first)  # type: ignore[no-untyped-call]
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        if rows.eager():
+            flat = x.reshape(frame.draws, -1, x.shape[-1])  # [draws, positions, in]
+            y: Tensor = _Folded.apply(flat, op.weight, left, right, shift, first)  # type: ignore[no-untyped-call]
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+        trains = op.training and torch.is_grad_enabled()  # else it may be exported, and others do not know it
+        if trains and x.device.type == "cpu" and torch.compiler.is_compiling():
+            # One opaque operation on the rows as they are: of a view the compiler would keep other things.
+            y = torch.ops.slimbayes.folded(x.contiguous(), op.weight, left, right, shift, first, frame.draws)
+            return y
     return per_draw(op, inputs, fold(op.weight, left, right), shift)
 
 
@@ -131,47 +138,6 @@ def _per_draw(tensor: Tensor, frame: Frame) -> Tensor:
     return tensor.expand(frame.components, frame.samples, -1).flatten(0, 1)
 
 
-def _is_convolution(op: Operation) -> bool:
-    return hasattr(op, "kernel_size") and hasattr(op, "transposed") and op.output_axis == 1
-
-
-def _output_ratio(op: Any) -> float:
-    ratio = float(math.prod(op.stride))
-    return ratio if op.transposed else 1.0 / ratio
-
-
-def _outer_product(op: Any, r: Tensor | None, s: Tensor | None) -> Tensor:
-    """r_d s_dᵀ in the shape of a convolution's weight, [D, first, second, 1, ...].
-
-    The weight's second axis counts the channels of one group, so that its side has one part per group.
-    """
-    first, second = (s, r) if op.transposed else (r, s)
-    rest = (1,) * len(op.kernel_size)
-    product: Tensor | None = None
-    if first is not None:
-        product = first.reshape(*first.shape, 1, *rest)
-    if second is not None:
-        blocks = second.reshape(second.shape[0], op.groups, 1, -1)  # [D, groups, 1, second]
-        blocks = blocks.expand(-1, -1, op.weight.shape[0] // op.groups, -1).flatten(1, 2)
-        blocks = blocks.reshape(*blocks.shape, *rest)
-        product = blocks if product is None else product * blocks
-    assert product is not None
-    return product
-
-
-def _convolve(op: Operation, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One convolution per draw; splitting and joining rows keeps channels_last both ways."""
-    draws = weight.shape[0]
-    if draws == 1:
-        return per_draw(op, inputs, weight, bias)
-    x, *rest = inputs
-    parts = x.split(x.shape[0] // draws)
-    biases = [None] * draws if bias is None else bias.unbind(0)
-    return torch.cat(
-        [op.compute((part, *rest), w, b) for part, w, b in zip(parts, weight.unbind(0), biases, strict=True)]
-    )
-
-
 class _Folded(torch.autograd.Function):
     """x_d (W ∘ l_d r_dᵀ) + b_d, or with the folded weight transposed when ``first`` (it is [out, in])."""
 
@@ -187,33 +153,54 @@ class _Folded(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, left, right)
         ctx.first = first
-        inner, outer = (right, left) if first else (left, right)
-        if outer is None and bias is None and inner is not None and x[0].numel() < weight.numel():
-            # Fewer numbers to scale, and one product of all rows; what is kept for the backward pass is x.
-            return torch.matmul(x * inner.unsqueeze(1), weight.t() if first else weight)
-        if weight.numel() >= LARGE:
-            return _products(x, weight, left, right, bias, first)
-        folded = fold(weight, left, right)
-        matrices = folded.transpose(1, 2) if first else folded  # [D, in, out]
-        return torch.bmm(x, matrices) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, matrices)
+        return multiplied(x, weight, left, right, bias, first)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, left, right = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        large = weight.numel() >= LARGE and not rows.plain_backward(grad)
-        grad_x = None
-        if needs[0] and large:
-            grad_x = _products(grad, weight, left, right, None, not ctx.first)
-        elif needs[0]:
-            folded = fold(weight, left, right)
-            grad_x = torch.bmm(grad, folded if ctx.first else folded.transpose(1, 2))
-        grad_b = grad.sum(1) if needs[4] else None
-        sides = (grad, x) if ctx.first else (x, grad)  # G_d = sides[0]ᵀ sides[1]
-        gradients: tuple[Tensor | None, ...] = (None, None, None)
-        if any(needs[1:4]):
-            gradients = (_one_by_one if large else _at_once)(sides, weight, left, right, needs[1:4])
-        return grad_x, *gradients, grad_b, None
+        plain = rows.plain_backward(grad)
+        return *gradients(grad, x, weight, left, right, ctx.needs_input_grad, ctx.first, plain), None
+
+
+def multiplied(
+    x: Tensor, weight: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, first: bool
+) -> Tensor:
+    """x_d (W ∘ l_d r_dᵀ) + b_d [draws, positions, out]."""
+    inner, outer = (right, left) if first else (left, right)
+    if outer is None and bias is None and inner is not None and x[0].numel() < weight.numel():
+        # Fewer numbers to scale, and one product of all rows; what is kept for the backward pass is x.
+        return torch.matmul(x * inner.unsqueeze(1), weight.t() if first else weight)
+    if weight.numel() >= LARGE:
+        return _products(x, weight, left, right, bias, first)
+    folded = fold(weight, left, right)
+    matrices = folded.transpose(1, 2) if first else folded  # [D, in, out]
+    return torch.bmm(x, matrices) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, matrices)
+
+
+def gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    needs: Sequence[bool],
+    first: bool,
+    plain: bool,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, W, l, r and b that are needed; ``plain``: in operations that have gradients themselves."""
+    large = weight.numel() >= LARGE and not plain
+    grad_x = None
+    if needs[0] and large:
+        grad_x = _products(grad, weight, left, right, None, not first)
+    elif needs[0]:
+        folded = fold(weight, left, right)
+        grad_x = torch.bmm(grad, folded if first else folded.transpose(1, 2))
+    grad_b = grad.sum(1) if needs[4] else None
+    sides = (grad, x) if first else (x, grad)  # G_d = sides[0]ᵀ sides[1]
+    made: tuple[Tensor | None, ...] = (None, None, None)
+    if any(needs[1:4]):
+        made = (_one_by_one if large else _at_once)(sides, weight, left, right, tuple(needs[1:4]))
+    return grad_x, *made, grad_b
 
 
 def _products(

@@ -79,17 +79,17 @@ class IndexedRule(Rule):
                 None if op.bias is None else self._patch(op.bias).point(),
             )
             return op.compute(inputs, weight, bias)
-        if self.per_element:
-            weight = self._elements(op.weight, self.weight_source, frame)
-            bias = None if op.bias is None else self._elements(op.bias, self.bias_source, frame)
-            return per_draw(op, inputs, weight, bias)
-        index = self.mixing.draw(frame, f"{self.mixing.name}.index", (), op.weight)
-        bias = None if op.bias is None else op.bias.index_select(0, index)
-        return per_draw(op, inputs, op.weight.index_select(0, index), bias)
+        weight = self._chosen(op.weight, self.weight_source, frame)
+        bias = None if op.bias is None else self._chosen(op.bias, self.bias_source, frame)
+        return per_draw(op, inputs, weight, bias)
 
-    def _elements(self, points: Tensor, source: str, frame: Frame) -> Tensor:
-        index = self.mixing.draw(frame, source, tuple(points.shape[1:]), points)
-        return points.gather(0, index)
+    def _chosen(self, points: Tensor, source: str, frame: Frame) -> Tensor:
+        """The versions [draws, *shape] that this draw takes: known before the network ran (``patched``), or now."""
+        if frame.draw is not None and f"{source} chosen" in frame.draw.cache:
+            return frame.draw.cache[f"{source} chosen"]
+        if self.per_element:
+            return points.gather(0, self.mixing.draw(frame, source, tuple(points.shape[1:]), points))
+        return points.index_select(0, self.mixing.draw(frame, f"{self.mixing.name}.index", (), points))
 
     def _patch(self, points: Tensor) -> d.Patch:
         probs = self.mixing.log_probs(points).exp()

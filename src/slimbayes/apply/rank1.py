@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slimbayes import context, fast
 from slimbayes import distributions as d
-from slimbayes.apply import folded, rows
+from slimbayes.apply import folded, product, rows
 from slimbayes.apply.base import (
     Inputs,
     KLTerm,
@@ -22,7 +22,7 @@ from slimbayes.apply.base import (
 )
 from slimbayes.apply.factors import sample_factor
 from slimbayes.context import Frame
-from slimbayes.posteriors import Posterior
+from slimbayes.posteriors import DeltaPosterior, Posterior
 from slimbayes.priors import Prior
 
 
@@ -68,8 +68,14 @@ class Rank1Rule(Rule):
         self.untiled_noise = () if additive or input_factor is None else ("example",)
 
     def _factor(self, factor: Factor, which: str, frame: Frame) -> Tensor:
+        source = f"{self.name}.{which}"
+        known = frame.draw is not None and source in frame.draw.prefilled
+        if type(factor.spread) is DeltaPosterior and self.clip is None and not known:
+            point = frame.pick(factor.loc)
+            return point.reshape(point.shape[0], 1, 1, -1)
+
         def make() -> Tensor:
-            spread, source = _picked(factor, frame), f"{self.name}.{which}"
+            spread = _picked(factor, frame)
             if fast.paths.factors and frame.noise != "mean":
                 return sample_factor(spread, frame, source, self.clip)
             value = sample(spread, frame, source, frame.noise == "example", True)
@@ -77,7 +83,7 @@ class Rank1Rule(Rule):
                 return value
             return value.clamp(-self.clip, self.clip)
 
-        return frame.once(f"{self.name}.{which}", make)
+        return frame.once(source, make)
 
     def forward(self, op: Operation, inputs: Inputs, untiled: bool = False) -> Tensor:
         """The layer's output for these inputs."""
@@ -91,6 +97,8 @@ class Rank1Rule(Rule):
             inputs, s = scale_inputs(op, inputs, s, frame, torch.mul), None  # to the rows of all draws
             frame.tiled = True
         choice = folded.choose(op, inputs, r, s, frame)
+        if not choice.outer and product.usable(op, inputs[0], s, r):
+            return product.factored(op, inputs[0], s, r, bias, frame, by_draw=choice.inner)
         if s is not None and not choice.inner:
             inputs = scale_inputs(op, inputs, s, frame, torch.mul, private=True)
         if choice.outer:  # then whatever there is of s is in the weight too
@@ -105,6 +113,10 @@ class Rank1Rule(Rule):
         if r is not None:
             y = rowwise(y, r, op.output_axis, frame, torch.mul)
         return y if bias is None else rowwise(y, bias[:, None, None], op.output_axis, frame, torch.add)
+
+    def covered(self, seen: set[str]) -> bool:
+        """Whether the KL of its factors is among those ``seen``: both are done together."""
+        return f"{self.name}.r" in seen or f"{self.name}.s" in seen
 
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
         """The pairs whose KL this layer adds."""

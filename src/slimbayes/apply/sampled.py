@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from slimbayes import context, fast
 from slimbayes import distributions as d
 from slimbayes.apply import fused
 from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, per_draw, rowwise, sample, scale_inputs
-from slimbayes.apply.local import add_thin_noise, thin_factors
-from slimbayes.apply.weights import sample_weight
+from slimbayes.apply.local import add_thin_noise, local_variance, thin_factors, thin_factors_of_logs
+from slimbayes.apply.weights import sample_weights
 from slimbayes.context import Frame
-from slimbayes.kernels.local import thin_local
-from slimbayes.posteriors import Posterior
+from slimbayes.kernels.local import local_noise, thin_squares
+from slimbayes.kernels.noise import packed_signs
+from slimbayes.posteriors import KTiedPosterior, Posterior
 from slimbayes.priors import Prior
-from slimbayes.weightkl import raw_prior, raw_spread
+from slimbayes.weightkl import Byproduct, Raw, RawPrior, raw_prior, raw_spread, spread_of
 
 
 class SampledRule(Rule):
@@ -68,23 +69,31 @@ class SampledRule(Rule):
             return self._flipout(op, inputs, frame)
         if self.estimator == "local" and frame.noise == "example":
             return self._local(op, inputs, frame)
-        weight_sample = self._per_draw(self.weight, op.weight, self.weight_source, frame, fan_in=op.fan_in)
-        if op.bias is None:
-            return per_draw(op, inputs, weight_sample, None)
-        return per_draw(
-            op, inputs, weight_sample, self._per_draw(self.bias, op.bias, self.bias_source, frame)
-        )
+        own = self._per_draw(op, "weight", frame)
+        return per_draw(op, inputs, own, None if op.bias is None else self._per_draw(op, "bias", frame))
 
-    def _per_draw(
-        self,
-        posterior: Posterior | None,
-        mean: Tensor,
-        source: str,
-        frame: Frame,
-        centred: bool = False,
-        fan_in: int | None = None,
-    ) -> Tensor:
-        """One sample per draw, [draws, *shape]; without the mean when ``centred``."""
+    def tensor(self, op: Operation, which: str) -> tuple[Posterior | None, Tensor, str, int | None]:
+        """The spread, the mean, the name and the fan-in of the layer's "weight" or "bias"."""
+        if which == "weight":
+            return self.weight, op.weight, self.weight_source, op.fan_in
+        return self.bias, op.bias, self.bias_source, None
+
+    def by_parameters(
+        self, op: Operation, which: str
+    ) -> tuple[Raw, RawPrior | None, Callable[[], tuple[Tensor, ...]]] | None:
+        """A tensor as the fast paths sample it: its parameters, the prior if it is its own, and who has them."""
+        posterior, mean, source, fan_in = self.tensor(op, which)
+        raw = raw_spread(posterior, mean)
+        if raw is None:
+            return None
+        return raw, self._own_prior(source, fan_in), lambda: (getattr(op, which), *spread_of(posterior))
+
+    def _per_draw(self, op: Operation, which: str, frame: Frame, centred: bool = False) -> Tensor:
+        """One sample per draw of "weight" or "bias", [draws, *shape]; without the mean when ``centred``."""
+        posterior, mean, source, _ = self.tensor(op, which)
+        key = f"{source}.centred" if centred else source
+        if frame.draw is not None and key in frame.draw.prefilled:
+            return frame.draw.prefilled[key]
 
         def plain() -> Tensor:
             spread = posterior(mean) if posterior is not None else d.Delta(mean)
@@ -93,62 +102,72 @@ class SampledRule(Rule):
             return value.flatten(0, 2)  # [draws, *shape]
 
         if fused.usable(posterior, mean, frame):
-            return self._by_kernel(posterior, mean, source, frame, centred, fan_in)
-        raw = raw_spread(posterior, mean)
-        if raw is None:
+            return self._by_kernel(op, which, frame, "noise" if centred else "sample")[int(centred)]
+        found = self.by_parameters(op, which)
+        if found is None:
             value = frame.once(source, plain)
             return value - mean if centred else value
+        raw, prior, owner = found
 
         def noise() -> Tensor:
             like = (tuple(mean.shape), mean.dtype, mean.device)
             return frame.noise_like("normal", source, *like, per_example=False).flatten(0, 2)
 
         def in_one() -> Tensor:
-            value, byproduct = sample_weight(raw, frame.once(f"{source}.noise", noise), centred)
+            known = Byproduct([source], [raw], [prior], [owner])
+            (value,) = sample_weights(known, [frame.once(f"{source}.noise", noise)], [centred])
             if frame.draw is not None and torch.is_grad_enabled():
-                frame.draw.byproducts[source] = byproduct
+                frame.draw.byproducts[source] = known
             return value
 
-        return frame.once(f"{source}.centred" if centred else source, in_one)
+        return frame.once(key, in_one)
+
+    def _own_prior(self, source: str, fan_in: int | None) -> RawPrior | None:
+        """The numbers of a Normal prior on this tensor, unless it is another layer's, which has its own prior."""
+        if self.prior is None or source not in (f"{self.name}.weight", f"{self.name}.bias"):
+            return None
+        return raw_prior(self.prior, fan_in, self.tied_mean)
 
     def _by_kernel(
-        self,
-        posterior: Posterior | None,
-        mean: Tensor,
-        source: str,
-        frame: Frame,
-        centred: bool,
-        fan_in: int | None,
-    ) -> Tensor:
+        self, op: Operation, which: str, frame: Frame, form: str
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What the kernel makes in this form: the sample or the mean, and the noise, [1, *shape]."""
+        posterior, mean, source, fan_in = self.tensor(op, which)
         assert posterior is not None
-        # A tensor tied to another layer's has that layer's prior: its KL is not made from this sample.
-        own = source in (f"{self.name}.weight", f"{self.name}.bias") and self.prior is not None
-        prior = raw_prior(self.prior, fan_in, self.tied_mean) if own else None  # type: ignore[arg-type]
-
-        def make() -> Tensor:
-            value, sums = fused.sample(posterior, mean, prior, centred)
+        cache = {} if frame.draw is None else frame.draw.cache
+        key = {"noise": f"{source}.centred"}.get(form, source if form == "sample" else f"{source}.{form}")
+        if key not in cache:
+            prior = self._own_prior(source, fan_in)
+            cache[key], cache[f"{key}.second"], sums = fused.sample(posterior, mean, prior, form, frame)
             if frame.draw is not None and sums is not None:
                 frame.draw.byproducts[source] = sums
-            return value
+        return cache[key], cache[f"{key}.second"]
 
-        return frame.once(f"{source}.centred" if centred else source, make)
+    def _mean_and_noise(self, op: Operation, frame: Frame) -> tuple[Tensor, Tensor]:
+        """M as the layer's product takes it, and one σ∘ε per draw, [draws, *shape]."""
+        typed = fused.compute_dtype(op.weight) != op.weight.dtype
+        if typed and fused.usable(self.weight, op.weight, frame):
+            mean, noise = self._by_kernel(op, "weight", frame, "both")
+            return mean.squeeze(0), noise
+        return op.weight, self._per_draw(op, "weight", frame, centred=True)
 
     def _flipout(self, op: Operation, inputs: Inputs, frame: Frame) -> Tensor:
         joined = self._joins_bias(op, frame)
-        delta = self._per_draw(
-            self.weight, op.weight, self.weight_source, frame, centred=True, fan_in=op.fan_in
-        )
+        mean, delta = self._mean_and_noise(op, frame)
         delta_bias = None
         if joined and self.bias is not None:
-            delta_bias = self._per_draw(self.bias, op.bias, self.bias_source, frame, centred=True)
+            delta_bias = self._per_draw(op, "bias", frame, centred=True)
         size = sum(slot.size for slot in op.input_slots)
         like = (op.weight.dtype, op.weight.device)
 
         def signs(which: str, channels: int) -> Tensor:
             source = f"{self.name}.{which}"
+            if fused.packs_signs(op.weight.device, frame):
+                shape = (frame.components, frame.samples, frame.batch, channels)
+                return frame.once(source, lambda: packed_signs(shape, *like))
             return frame.once(source, lambda: frame.noise_like("sign", source, (channels,), *like, True))
 
-        y = op.compute(inputs, op.weight, op.bias if joined else None)
+        y = op.compute(inputs, mean, op.bias if joined else None)
         flipped = scale_inputs(op, inputs, signs("signs_in", size), frame, torch.mul)
         noise = per_draw(op, flipped, delta, delta_bias)
         y = _add_signed(y, noise, signs("signs_out", op.output_size), op.output_axis, frame)
@@ -175,13 +194,14 @@ class SampledRule(Rule):
         weight = self.weight(op.weight) if self.weight is not None else d.Delta(op.weight)
         # A bias may enter the variance where an example has one output vector, not several that share it.
         joined = inputs[0].dim() == 2 and frame.extra == 1 and op.is_matrix and self._joins_bias(op, frame)
-        y = op.compute(inputs, weight.point(), op.bias if joined else None)
         extra = None
         if joined and self.bias is not None and op.bias is not None:
             extra = self.bias(op.bias).scale.square()
-        if isinstance(weight, d.KTiedNormal) and op.is_matrix and fused.makes_noise(y, frame):
-            y = self._thin_by_kernel(op, inputs[0], y, weight, extra)
+        tied = type(self.weight) is KTiedPosterior and op.is_matrix
+        if tied and fused.makes_noise(op.weight, frame):
+            y = self._thin_by_kernel(op, inputs[0], frame, extra, op.bias if joined else None)
             return y if joined else self._with_bias(op, y, frame)
+        y = op.compute(inputs, weight.point(), op.bias if joined else None)
         shape = (frame.extra, *y.shape[1:])
         noise = frame.noise_like("normal", f"{self.name}.local", shape, y.dtype, y.device, True)
         if frame.tiled:
@@ -206,12 +226,22 @@ class SampledRule(Rule):
         return y if joined else self._with_bias(op, y, frame)
 
     def _thin_by_kernel(
-        self, op: Operation, x: Tensor, y: Tensor, weight: d.KTiedNormal, extra: Tensor | None
+        self, op: Operation, x: Tensor, frame: Frame, extra: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        a, b = thin_factors(*op.matrix_sides(weight.u, weight.v))
-        seed = torch.randint(0, 2**62, (1,), device=y.device)
-        rows = y.reshape(-1, y.shape[-1])
-        return thin_local(rows, x.reshape(-1, x.shape[-1]), a, b, extra, seed).reshape(y.shape)
+        assert isinstance(self.weight, KTiedPosterior)
+        a, b = thin_factors_of_logs(*op.matrix_sides(self.weight.log_u, self.weight.log_v))
+        weight = op.weight
+        if fused.sums_mean(self.weight, weight, self._own_prior(self.weight_source, op.fan_in)):
+            weight = self._by_kernel(op, "weight", frame, "mean")[0].squeeze(0)
+        dtype = fused.compute_dtype(weight)
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != dtype:
+            x = x.to(dtype)  # as the product will
+        # Before the product, so that compiled code can make it where it makes x (chained.py).
+        t = thin_squares(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), a)
+        y = op.compute((x,), weight, None)
+        rows = y if y.dim() == 2 else y.reshape(-1, y.shape[-1])
+        z = local_noise(rows, t, b, extra, bias, *fused.seed_of(frame, y.device))[0]
+        return z if y.dim() == 2 else z.reshape(y.shape)
 
     def _thin(self, op: Operation, inputs: Inputs, weight: d.Spread, y: Tensor) -> bool:
         """Whether the written-out backward pass applies: plain tensors of one type."""
@@ -222,6 +252,12 @@ class SampledRule(Rule):
             and inputs[0].dtype == y.dtype == weight.u.dtype
             and type(inputs[0]) is Tensor
         )
+
+    def covered(self, seen: set[str]) -> bool:
+        """Whether the KL of all its tensors is among those ``seen``."""
+        weight = self.weight is None or self.weight_source in seen
+        bias = self.bias is None or self.bias_source in seen
+        return self.prior is None or (weight and bias)
 
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
         """The pairs whose KL this layer adds."""
@@ -260,15 +296,3 @@ def _add_signed(y: Tensor, noise: Tensor, signs: Tensor, axis: int, frame: Frame
     signs = signs.to(noise.dtype).reshape(*signs.shape[:3], 1, *shape)  # [K, S, B, 1, ..., C, ...]
     rows = (frame.components, frame.samples, frame.batch, frame.extra)
     return torch.addcmul(y.unflatten(0, rows), noise.unflatten(0, rows), signs).flatten(0, 3)  # [R, ...]
-
-
-def local_variance(op: Operation, inputs: Inputs, weight: d.Spread) -> Tensor:
-    """Var[y | x] = op(x², σ²); for a k-tied matrix by k(k+1)/2 thin products instead of one m×n."""
-    squares = list(inputs)
-    for slot in op.input_slots:
-        squares[slot.position] = inputs[slot.position].square()
-    if isinstance(weight, d.KTiedNormal) and op.is_matrix:
-        a, b = thin_factors(*op.matrix_sides(weight.u, weight.v))
-        thin = torch.nn.functional.linear(squares[0], a.t())  # [..., k(k+1)/2]
-        return torch.nn.functional.linear(thin, b)
-    return op.compute(tuple(squares), weight.scale.square(), None)  # type: ignore[union-attr]

@@ -1,119 +1,151 @@
 """Weight samples in few sweeps: W = M + σ∘ε with the gradients of sample and KL written out and added at once.
 
-Another device's kernels plug in here: ``sample_weight`` is the one place that makes a sample.
+One operation samples any number of tensors. Those of a small network are all sampled before it runs: there the calls
+cost more than the arithmetic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimbayes.logsigma import interpolates
-from slimbayes.posteriors import EPSILON, positive
-from slimbayes.weightkl import Byproduct, Pending, Raw, RawPrior, ktied_gradients
+from slimbayes.weightkl import (
+    Byproduct,
+    Number,
+    Pending,
+    Raw,
+    RawPrior,
+    add_pull,
+    number,
+    pull,
+    scale_of,
+    spread_gradients,
+)
 
 
-def sample_weight(raw: Raw, epsilon: Tensor, centred: bool) -> tuple[Tensor, Byproduct]:
-    """M + σ∘ε [draws, *shape] from ε of that shape, or σ∘ε when ``centred``, and what a KL can take over."""
-    known = Byproduct(raw.parameters)
-    function: Any = _NormalSample if len(raw.spread) == 1 else _KTiedSample
-    sampled: Tensor
-    sampled, known.scale = function.apply(raw.loc, *raw.spread, epsilon, centred, known.pending)
-    known.node = sampled.grad_fn
-    return sampled, known
+def sample_weights(known: Byproduct, noises: Sequence[Tensor], centred: Sequence[bool]) -> list[Tensor]:
+    """M + σ∘ε [draws, *shape] for every tensor, from ε of that shape, or σ∘ε where ``centred``.
+
+    What a KL can take over is left in ``known``.
+    """
+    plan = _Plan(known.raws, known.priors, centred, known.pending)
+    tensors = [tensor for raw in known.raws for tensor in raw.parameters]
+    made: tuple[Any, ...] = _Samples.apply(plan, *tensors, *noises)  # type: ignore[no-untyped-call]
+    count = len(known.raws)
+    known.scales = list(made[count:])
+    known.node = made[0].grad_fn
+    return list(made[:count])
 
 
-class _NormalSample(torch.autograd.Function):
-    """M + (softplus(ρ) + 1e-7)∘ε: dM = Σ_draws g, dρ = Σ_draws (g∘ε) ∘ sigmoid(ρ)."""
+class _Plan:
+    """What the operation knows of its tensors, which come in groups: mean, then the spread's parameters."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, mean: Tensor, rho: Tensor, epsilon: Tensor, centred: bool, pending: Pending
-    ) -> tuple[Tensor, Tensor]:
-        scale = _scale(rho)
-        sampled = scale * epsilon if centred else torch.addcmul(mean, scale, epsilon)
-        ctx.save_for_backward(mean, rho, epsilon, scale)
-        ctx.centred, ctx.pending = centred, pending
-        ctx.mark_non_differentiable(scale)
-        ctx.set_materialize_grads(False)
-        return sampled, scale
+    def __init__(
+        self,
+        raws: Sequence[Raw],
+        priors: Sequence[RawPrior | None],
+        centred: Sequence[bool],
+        pending: Pending,
+    ) -> None:
+        self.sizes = [len(raw.parameters) for raw in raws]
+        self.priors = priors
+        self.centred = centred
+        self.pending = pending
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, unused: None) -> tuple[Tensor | None, ...]:
-        mean, rho, epsilon, scale = ctx.saved_tensors
-        left = ctx.pending.take()
-        slope = None
-        if grad is None:
-            grad = torch.zeros_like(epsilon)
-        if ctx.needs_input_grad[1]:
-            slope = _slope(grad, epsilon, scale, left).mul_(torch.sigmoid(rho))
-        return _mean_gradient(ctx, mean, grad, left), slope, None, None, None
+    def groups(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
+        """One slice of ``tensors`` for each random tensor."""
+        found, start = [], 0
+        for size in self.sizes:
+            found.append(tensors[start : start + size])
+            start += size
+        return found
 
 
-class _KTiedSample(torch.autograd.Function):
-    """M + (U Vᵀ)∘ε: with G = Σ_draws g∘ε, d log U = (G V)∘U and d log V = (Gᵀ U)∘V.
+class _Samples(torch.autograd.Function):
+    """M + σ∘ε of every tensor.
 
-    σ stays for the KL of a small matrix; that of a large one has no use for it.
+    dM = Σ_draws g, and with G = Σ_draws g∘ε: dρ = G∘sigmoid(ρ), or d log U = (G V)∘U and d log V = (Gᵀ U)∘V.
+    σ goes out too, for the KL, but not that of a large k-tied matrix, which has no use for it.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, mean: Tensor, log_u: Tensor, log_v: Tensor, epsilon: Tensor, centred: bool, pending: Pending
-    ) -> tuple[Tensor, Tensor | None]:
-        with _Full(log_u):
-            # Vᵀ laid out as such: the product is twice as fast.
-            scale = torch.mm(log_u.exp(), log_v.exp().t().contiguous()).reshape(epsilon.shape[1:])
-        kept = None if interpolates(log_u, log_v) else scale
-        ctx.save_for_backward(mean, log_u, log_v, epsilon, kept)
-        ctx.centred, ctx.pending = centred, pending
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(plan.sizes)
+        noises = tensors[-count:]
+        samples: list[Tensor] = []
+        scales: list[Tensor | None] = []
+        with _Full(tensors[0]):
+            for (mean, *spread), noise, centred in zip(
+                plan.groups(tensors), noises, plan.centred, strict=True
+            ):
+                made, scale = _sample(mean, spread, noise, centred)
+                samples.append(made)
+                scales.append(scale)
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors, *scales)
+        ctx.mark_non_differentiable(*[scale for scale in scales if scale is not None])
         ctx.set_materialize_grads(False)
-        if kept is not None:
-            ctx.mark_non_differentiable(kept)
-        # One sample of a large matrix takes the place of its σ.
-        room = scale.unsqueeze(0) if kept is None and len(epsilon) == 1 else torch.empty_like(epsilon)
-        if centred:
-            return torch.mul(scale, epsilon, out=room), kept
-        return torch.addcmul(mean, scale, epsilon, out=room), kept
+        return *samples, *scales
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, unused: None) -> tuple[Tensor | None, ...]:
-        mean, log_u, log_v, epsilon, scale = ctx.saved_tensors
-        left = ctx.pending.take()
-        du = dv = None
-        if grad is None:
-            grad = torch.zeros_like(epsilon)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            with _Full(log_u):
-                du, dv = ktied_gradients(_slope(grad, epsilon, scale, left), log_u, log_v)
-        return _mean_gradient(ctx, mean, grad, left), du, dv, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan = ctx.plan
+        count = len(plan.sizes)
+        saved = ctx.saved_tensors
+        tensors, noises, scales = saved[: -2 * count], saved[-2 * count : -count], saved[-count:]
+        left = plan.pending.take()
+        factor = None if left is None else number(left)
+        needs = plan.groups(ctx.needs_input_grad[1:])
+        found: list[Tensor | None] = []
+        with _Full(tensors[0]):
+            for i, (mean, *spread) in enumerate(plan.groups(tensors)):
+                prior = None if factor is None else plan.priors[i]
+                grad, scale = grads[i], scales[i]
+                own = None if plan.centred[i] else grad
+                found.append(_mean_gradient(own, mean, prior, factor) if needs[i][0] else None)
+                slope = None if grad is None else _total(grad * noises[i])
+                if prior is not None and scale is not None:
+                    slope = add_pull(slope, scale, prior, factor)  # type: ignore[arg-type]
+                if slope is None or not any(needs[i][1:]):
+                    found += [None] * len(spread)
+                else:
+                    found += spread_gradients(slope, spread)
+        return None, *found, *[None] * count
 
 
-def _slope(
-    grad: Tensor, epsilon: Tensor, scale: Tensor | None, left: tuple[Tensor, RawPrior] | None
-) -> Tensor:
-    """dσ: Σ_draws g∘ε, and κ(σ/σ_p² − 1/σ) if the KL has left its factor κ."""
-    slope = _total(grad * epsilon)
-    if left is None or scale is None:
-        return slope
-    factor, prior = left
-    return slope.addcmul_(scale, factor, value=prior.precision).addcdiv_(-factor, scale)
+def _sample(
+    mean: Tensor, spread: Sequence[Tensor], noise: Tensor, centred: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The sample [draws, *shape], and σ if a KL will want it."""
+    if len(spread) == 1:
+        scale = scale_of(spread[0])
+        return scale * noise if centred else torch.addcmul(mean, scale, noise), scale
+    log_u, log_v = spread
+    # Vᵀ laid out as such: the product is twice as fast.
+    scale = torch.mm(log_u.exp(), log_v.exp().t().contiguous()).view(noise.shape[1:])
+    kept = not interpolates(log_u, log_v)
+    # One sample of a large matrix takes the place of its σ.
+    room = torch.empty_like(noise) if kept or len(noise) > 1 else scale.unsqueeze(0)
+    if centred:
+        return torch.mul(scale, noise, out=room), scale if kept else None
+    return torch.addcmul(mean, scale, noise, out=room), scale if kept else None
 
 
 def _mean_gradient(
-    ctx: Any, mean: Tensor, grad: Tensor, left: tuple[Tensor, RawPrior] | None
+    grad: Tensor | None, mean: Tensor, prior: RawPrior | None, factor: Number | None
 ) -> Tensor | None:
     """Σ_draws g, and κ(M − μ_p)/σ_p² if the KL has left its factor κ."""
-    if not ctx.needs_input_grad[0]:
-        return None
-    centre = None if left is None else left[1].loc
-    if left is None or centre is None:
-        return None if ctx.centred else _total(grad)
-    factor, prior = left
-    distance = mean if centre == 0.0 else mean - centre
-    if ctx.centred:
-        return distance * (factor * prior.precision)
+    if prior is None or prior.loc is None or factor is None:
+        return None if grad is None else _total(grad)
+    if grad is None:
+        return pull(mean, prior, factor)
+    distance = mean if prior.loc == 0.0 else mean - prior.loc
+    if isinstance(factor, float):
+        return torch.add(_total(grad), distance, alpha=factor * prior.precision)
     return torch.addcmul(_total(grad), distance, factor, value=prior.precision)
 
 
@@ -137,10 +169,3 @@ class _Full:
 def _total(samples: Tensor) -> Tensor:
     """The sum over draws [draws, *shape], and no pass at all for one."""
     return samples.squeeze(0) if len(samples) == 1 else samples.sum(0)
-
-
-def _scale(rho: Tensor) -> Tensor:
-    """softplus(ρ) + 1e-7, by two vectorised functions where torch's softplus is not one."""
-    if rho.device.type != "cpu" or rho.numel() == 0 or not float(rho.amax()) < 20.0:
-        return positive(rho)
-    return rho.exp().log1p_().add_(EPSILON)

@@ -1,41 +1,24 @@
-"""Local noise of a k-tied matrix product as one operation: y + √(x² A Bᵀ + extra)∘ε, with ε made in registers.
+"""Local noise of a k-tied matrix product in few sweeps: T = (x∘x) A, then y + √(T Bᵀ + extra)∘ε with ε in registers.
 
-Neither the noise nor the variance is ever stored: the backward pass makes both again, from the seed and from
-T = (x∘x) A, which is [rows, p].
+Neither the noise nor the variance is ever stored: the backward pass makes both again, from the seed and from T,
+which is [rows, p]. A ReLU behind the noise, and the T of the product behind that, can be part of the same sweep
+(``apply/chained.py`` joins them in compiled code).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimbayes.kernels import plain
-from slimbayes.kernels.launch import INTERPRETED, available, ceil_div, launch, power_of_two
+from slimbayes.kernels import local_launch, plain
+from slimbayes.kernels.launch import INTERPRETED, available
 
 _LARGEST = 2**31 - 2**24  # offsets inside a matrix are 32-bit
 _RANKS = 10  # columns of A and B, each of which has its own registers
 # The Triton of older versions cannot carry tuples through a loop.
 _TUPLES = INTERPRETED or torch.torch_version.TorchVersion(torch.__version__) >= "2.8"
-
-
-class Tile(NamedTuple):
-    """A program, one warp, takes ``steps`` rows of ``columns`` (those of the noise: of four blocks of them).
-
-    Fewer rows where there would be fewer than ``programs`` of them.
-    """
-
-    columns: int
-    steps: int = 32
-    programs: int = 2048
-
-
-# By what they hold in registers for up to 3, 6 and 10 columns of A or B.
-THIN = (Tile(512), Tile(256), Tile(128))
-THIN_GRAD = (Tile(256), Tile(128), Tile(128))
-NOISY = (Tile(64), Tile(64), Tile(32))
-NOISY_GRAD = (Tile(64), Tile(32), Tile(32))
 
 
 def thin_local(
@@ -44,232 +27,261 @@ def thin_local(
     """y + √max(x² A Bᵀ + extra, tiny)∘ε in the type of y, differentiable in all but the seed.
 
     ``y`` is [R, m], ``x`` [R, n], ``a`` [n, p], ``b`` [m, p], ``extra`` [m] or None; ``seed`` holds one int64 on
-    the device, and streams of one seed are independent. With T = (x∘x) A and h = g∘ε/(2√variance), 0 where the
-    variance is clamped:
-
-        dT = h B,    dx = 2x∘(dT Aᵀ),    dA = (x∘x)ᵀ dT,    dB = hᵀ T,    dextra = Σ_rows h.
+    the device, and streams of one seed are independent.
 
     >>> y, x, a = torch.ones(2, 3), torch.zeros(2, 4), torch.ones(4, 1)
     >>> thin_local(y, x, a, torch.ones(3, 1), None, torch.tensor([5]))
     tensor([[1., 1., 1.],
             [1., 1., 1.]])
     """
-    kernel = _runs(y, x, a, b, extra)
+    return local_noise(y, thin_squares(x, a), b, extra, None, seed, stream)[0]
+
+
+def thin_squares(x: Tensor, a: Tensor) -> Tensor:
+    """T = (x∘x) A, [R, p] in float32 (float64 if x is), for x [R, n]: dx = 2x∘(dT Aᵀ), dA = (x∘x)ᵀ dT.
+
+    >>> thin_squares(torch.full((1, 3), 2.0), torch.ones(3, 2))
+    tensor([[12., 12.]])
+    """
+    args = (x, a, _runs(a.shape[1], x, a))
     if torch.compiler.is_compiling():
-        return torch.ops.slimbayes.thin_local(y, x, a, b, extra, seed, stream, kernel)[0]  # type: ignore[no-any-return]
-    out: Tensor = _ThinLocal.apply(y, x, a, b, extra, seed, stream, kernel)[0]  # type: ignore[no-untyped-call]
-    return out
+        return torch.ops.slimbayes.thin_squares(*args)  # type: ignore[no-any-return]
+    made: Tensor = _ThinSquares.apply(*args)  # type: ignore[no-untyped-call]
+    return made
 
 
-def _runs(y: Tensor, x: Tensor, a: Tensor, b: Tensor, extra: Tensor | None) -> bool:
-    tensors = (y, x, a, b) if extra is None else (y, x, a, b, extra)
-    return (
-        _TUPLES
-        and available(y.device)
-        and 0 < a.shape[1] <= _RANKS
-        and all(0 < tensor.numel() < _LARGEST and tensor.dtype != torch.float64 for tensor in tensors)
-    )
+def local_noise(
+    y: Tensor, t: Tensor, b: Tensor, extra: Tensor | None, bias: Tensor | None, seed: Tensor, stream: int = 0,
+    relu: bool = False, next_a: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """z = y + bias + √max(T Bᵀ + extra, tiny)∘ε (or its ReLU), and the next product's T, (z∘z) A, if A is given.
+
+    With g the gradient at z, of the ReLU and of that T included, and h = g∘ε/(2√variance), 0 where the variance is
+    clamped: dy = g, dT = h B, dB = hᵀ T, dextra = Σ_rows h, dbias = Σ_rows g.
+
+    >>> y = torch.tensor([[-1.0, 2.0]])
+    >>> z, t = local_noise(y, torch.zeros(1, 1), torch.ones(2, 1), None, torch.ones(2), torch.tensor([5]),
+    ...                    relu=True, next_a=torch.ones(2, 1))
+    >>> z, t
+    (tensor([[0., 3.]]), tensor([[9.]]))
+    """
+    q = 0 if next_a is None else next_a.shape[1]
+    kernel = _runs(max(b.shape[1], q), y, b) and t.dtype == torch.float32
+    args = (y, t, b, extra, bias, next_a, seed, stream, relu, kernel)
+    if torch.compiler.is_compiling():
+        return torch.ops.slimbayes.local_noise(*args)  # type: ignore[no-any-return]
+    made: tuple[Tensor, Tensor] = _LocalNoise.apply(*args)  # type: ignore[no-untyped-call]
+    return made
 
 
-def _forward(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, extra: Tensor | None, seed: Tensor, stream: int, kernel: bool
-) -> tuple[Tensor, Tensor]:
-    """The noisy rows, and T in float32 (float64 if y is)."""
-    if kernel:
-        return _forward_kernel(y, x, a, b, extra, seed, stream)
-    wide = _wide(y)
-    thin = x.to(wide).square() @ a.to(wide)
-    stddev = _variance(thin, b, extra).clamp_min_(torch.finfo(wide).tiny).sqrt_()
-    noise = plain.draw("normal", tuple(y.shape), seed, stream, wide)
-    return noise.mul_(stddev).add_(y).to(y.dtype), thin
-
-
-def _backward(
-    grad: Tensor, x: Tensor, a: Tensor, b: Tensor, extra: Tensor | None, seed: Tensor, thin: Tensor,
-    stream: int, kernel: bool, wants_x: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx (empty if not wanted), dAᵀ [p, n], and dBᵀ with dextra as its last row, [p (+ 1), m]."""
-    if kernel:
-        return _backward_kernel(grad, x, a, b, extra, seed, thin, stream, wants_x)
-    wide = thin.dtype
-    variance = _variance(thin, b, extra)
-    h = plain.draw("normal", tuple(grad.shape), seed, stream, wide).mul_(grad).mul_(0.5)
-    h = torch.where(variance > torch.finfo(wide).tiny, h * variance.rsqrt(), 0.0)
-    d_thin = h @ b.to(wide)
-    values = x.to(wide)
-    dx = (d_thin @ a.to(wide).t()).mul_(values).mul_(2.0).to(x.dtype) if wants_x else x.new_empty(0)
-    sums = thin.t() @ h
-    if extra is not None:
-        sums = torch.cat([sums, h.sum(0, keepdim=True)])
-    return dx, d_thin.t() @ values.square(), sums
+def _runs(ranks: int, *tensors: Tensor) -> bool:
+    fit = all(0 < tensor.numel() < _LARGEST and tensor.dtype != torch.float64 for tensor in tensors)
+    return _TUPLES and available(tensors[0].device) and 0 < ranks <= _RANKS and fit
 
 
 def _wide(y: Tensor) -> torch.dtype:
     return torch.promote_types(y.dtype, torch.float32)
 
 
-def _variance(thin: Tensor, b: Tensor, extra: Tensor | None) -> Tensor:
-    product = thin @ b.to(thin.dtype).t()
+def _thin(x: Tensor, a: Tensor, kernel: bool) -> Tensor:
+    if kernel:
+        return local_launch.thin(x, a)
+    wide = _wide(x)
+    return x.to(wide).square() @ a.to(wide)
+
+
+def _thin_backward(
+    d_thin: Tensor, x: Tensor, a: Tensor, kernel: bool, wants_x: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if kernel:
+        return local_launch.thin_backward(d_thin, x, a, wants_x)
+    values = x.to(d_thin.dtype)
+    dx = (d_thin @ a.to(d_thin.dtype).t()).mul_(values).mul_(2.0).to(x.dtype) if wants_x else x.new_empty(0)
+    return dx, d_thin.t() @ values.square()
+
+
+def _noise(
+    y: Tensor, t: Tensor, b: Tensor, extra: Tensor | None, bias: Tensor | None, next_a: Tensor | None,
+    seed: Tensor, stream: int, relu: bool, kernel: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if kernel:
+        return local_launch.noisy(y, t, b, extra, bias, next_a, seed, stream, relu)
+    stddev = _variance(t, b, extra).clamp_min_(torch.finfo(t.dtype).tiny).sqrt_()
+    z = plain.draw("normal", tuple(y.shape), seed, stream, t.dtype).mul_(stddev).add_(y)
+    if bias is not None:
+        z.add_(bias)
+    out = (z.relu_() if relu else z).to(y.dtype)
+    return out, out.new_empty(0, dtype=t.dtype) if next_a is None else _thin(out, next_a, False)
+
+
+def _noise_backward(
+    grad: Tensor, d_next: Tensor | None, out: Tensor | None, t: Tensor, b: Tensor, extra: Tensor | None,
+    bias: Tensor | None, next_a: Tensor | None, seed: Tensor, stream: int, relu: bool, kernel: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dy (empty where it is ``grad``), dT, dBᵀ with dextra and dbias as its last rows, dAᵀ of the next product."""
+    if kernel:
+        given = (grad, d_next, out, t, b, extra, bias is not None, next_a)
+        return local_launch.noisy_backward(*given, seed, stream, relu)
+    g, d_a = grad.to(t.dtype), t.new_empty(0)
+    if next_a is not None:
+        assert out is not None and d_next is not None
+        g = g + (d_next @ next_a.to(t.dtype).t()).mul_(out).mul_(2.0)
+        d_a = d_next.t() @ out.to(t.dtype).square()
+    if relu:
+        assert out is not None
+        g = torch.where(out <= 0, 0.0, g)
+    variance = _variance(t, b, extra)
+    h = plain.draw("normal", tuple(grad.shape), seed, stream, t.dtype).mul_(g).mul_(0.5)
+    h = torch.where(variance > torch.finfo(t.dtype).tiny, h * variance.rsqrt(), 0.0)
+    sums = [t.t() @ h]
+    if extra is not None:
+        sums.append(h.sum(0, keepdim=True))
+    if bias is not None:
+        sums.append(g.sum(0, keepdim=True))
+    dy = g.to(grad.dtype) if relu or next_a is not None else grad.new_empty(0)
+    return dy.clone() if dy is grad else dy, h @ b.to(t.dtype), torch.cat(sums), d_a
+
+
+def _variance(t: Tensor, b: Tensor, extra: Tensor | None) -> Tensor:
+    product = t @ b.to(t.dtype).t()
     return product if extra is None else product.add_(extra)
 
 
-def _forward_kernel(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, extra: Tensor | None, seed: Tensor, stream: int
-) -> tuple[Tensor, Tensor]:
-    from slimbayes.kernels.programs import local as programs
-
-    y, x, a, b = y.contiguous(), x.contiguous(), a.contiguous(), b.contiguous()
-    (rows, m), (n, p) = y.shape, a.shape
-    sizes, down, across = _flat_grid(_tile(THIN, p), rows, n)
-    part = torch.empty(across, rows, p, dtype=torch.float32, device=y.device)
-    launch(programs.thin, down * across, x, x, a, part, rows, n, P=p, **sizes)
-    thin = _total(part)
-    out = torch.empty_like(y)
-    sizes, down, across = _noise_grid(_tile(NOISY, p), rows, m)
-    launch(
-        programs.noisy, down * across, y,
-        y, thin, b, _or(extra, b), out, seed, rows, m, stream, P=p, EXTRA=extra is not None, **sizes,
-    )  # fmt: skip
-    return out, thin
-
-
-def _backward_kernel(
-    grad: Tensor, x: Tensor, a: Tensor, b: Tensor, extra: Tensor | None, seed: Tensor, thin: Tensor,
-    stream: int, wants_x: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from slimbayes.kernels.programs import local as programs
-
-    grad, x, a, b = grad.contiguous(), x.contiguous(), a.contiguous(), b.contiguous()
-    (rows, m), (n, p) = grad.shape, a.shape
-    like: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    sizes, down, across = _noise_grid(_tile(NOISY_GRAD, p), rows, m)
-    part_t = torch.empty(across, rows, p, **like)
-    part_b = torch.empty(down, p + int(extra is not None), m, **like)
-    launch(
-        programs.noisy_grad, down * across, x,
-        grad, thin, b, _or(extra, b), part_t, part_b, seed, rows, m, stream,
-        P=p, EXTRA=extra is not None, **sizes,
-    )  # fmt: skip
-    sizes, down, across = _flat_grid(_tile(THIN_GRAD, p), rows, n)
-    dx = torch.empty_like(x) if wants_x else x.new_empty(0)
-    part_a = torch.empty(down, p, n, **like)
-    launch(
-        programs.thin_grad, down * across, x,
-        x, a, _total(part_t), dx if wants_x else x, part_a, rows, n, P=p, DX=wants_x, **sizes,
-    )  # fmt: skip
-    return dx, _total(part_a), _total(part_b)
-
-
-def _tile(tiles: tuple[Tile, ...], p: int) -> Tile:
-    return tiles[0 if p <= 3 else 1 if p <= 6 else 2]
-
-
-def _steps(tile: Tile, rows: int, across: int) -> int:
-    steps = tile.steps
-    while steps > 4 and ceil_div(rows, steps) * across < tile.programs:
-        steps //= 2
-    return steps
-
-
-def _flat_grid(tile: Tile, rows: int, n: int) -> tuple[dict[str, int], int, int]:
-    """The kernel's sizes, the number of blocks of rows and that of columns."""
-    columns = min(tile.columns, max(32, power_of_two(n)))
-    across = ceil_div(n, columns)
-    steps = _steps(tile, rows, across)
-    sizes = {"BN": columns, "STEPS": steps, "WHOLE": n % columns == 0, "num_warps": 1}
-    return sizes, ceil_div(rows, steps), across
-
-
-def _noise_grid(tile: Tile, rows: int, m: int) -> tuple[dict[str, int], int, int]:
-    # The noise's order depends on m alone, so that both passes, and any tile, make the same.
-    gap = min(128, max(32, power_of_two(ceil_div(m, 4))))
-    columns = min(tile.columns, gap)
-    across = ceil_div(m, 4 * gap) * (gap // columns)
-    steps = _steps(tile, rows, across)
-    sizes = {"BN": columns, "GAP": gap, "STEPS": steps, "num_warps": 1}
-    return {**sizes, "WHOLE": m % (4 * gap) == 0, "FAST": not INTERPRETED}, ceil_div(rows, steps), across
-
-
-def _total(parts: Tensor) -> Tensor:
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
-
-
-def _or(extra: Tensor | None, stand_in: Tensor) -> Tensor:
-    return stand_in if extra is None else extra.contiguous()
-
-
-_op = torch.library.custom_op(
-    "slimbayes::thin_local",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor y, Tensor x, Tensor a, Tensor b, Tensor? extra, Tensor seed, int stream, bool kernel)"
-    " -> (Tensor, Tensor)",
+_thin_op = torch.library.custom_op(
+    "slimbayes::thin_squares", _thin, mutates_args=(), schema="(Tensor x, Tensor a, bool kernel) -> Tensor"
 )
-_op_backward = torch.library.custom_op(
-    "slimbayes::thin_local_backward",
-    _backward,
+_thin_op_backward = torch.library.custom_op(
+    "slimbayes::thin_squares_backward",
+    _thin_backward,
     mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor a, Tensor b, Tensor? extra, Tensor seed, Tensor thin, int stream,"
-    " bool kernel, bool wants_x) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor d_thin, Tensor x, Tensor a, bool kernel, bool wants_x) -> (Tensor, Tensor)",
+)
+_noise_op = torch.library.custom_op(
+    "slimbayes::local_noise",
+    _noise,
+    mutates_args=(),
+    schema="(Tensor y, Tensor t, Tensor b, Tensor? extra, Tensor? bias, Tensor? next_a, Tensor seed, int stream,"
+    " bool relu, bool kernel) -> (Tensor, Tensor)",
+)
+_noise_op_backward = torch.library.custom_op(
+    "slimbayes::local_noise_backward",
+    _noise_backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? d_next, Tensor? out, Tensor t, Tensor b, Tensor? extra, Tensor? bias,"
+    " Tensor? next_a, Tensor seed, int stream, bool relu, bool kernel) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
-@_op.register_fake
-def _(y: Tensor, x: Tensor, a: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), y.new_empty(y.shape[0], a.shape[1], dtype=_wide(y))
+@_thin_op.register_fake
+def _(x: Tensor, a: Tensor, kernel: bool) -> Tensor:
+    return x.new_empty(x.shape[0], a.shape[1], dtype=_wide(x))
 
 
-@_op_backward.register_fake
+@_thin_op_backward.register_fake
+def _(d_thin: Tensor, x: Tensor, a: Tensor, kernel: bool, wants_x: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if wants_x else (0,)), d_thin.new_empty(a.shape[1], a.shape[0])
+
+
+@_noise_op.register_fake
 def _(
-    grad: Tensor, x: Tensor, a: Tensor, b: Tensor, extra: Tensor | None, seed: Tensor, thin: Tensor,
-    stream: int, kernel: bool, wants_x: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (n, p), m = a.shape, b.shape[0]
-    dx = x.new_empty(x.shape if wants_x else (0,))
-    return dx, thin.new_empty(p, n), thin.new_empty(p + int(extra is not None), m)
+    y: Tensor, t: Tensor, b: Tensor, extra: Tensor | None, bias: Tensor | None, next_a: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    following = (0,) if next_a is None else (y.shape[0], next_a.shape[1])
+    return y.new_empty(y.shape), t.new_empty(following)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, x, a, b, extra, seed, stream, kernel = inputs
-    ctx.save_for_backward(x, a, b, extra, seed, output[1])
-    ctx.settings = (stream, kernel)
-    ctx.mark_non_differentiable(output[1])
+@_noise_op_backward.register_fake
+def _(
+    grad: Tensor, d_next: Tensor | None, out: Tensor | None, t: Tensor, b: Tensor, extra: Tensor | None,
+    bias: Tensor | None, next_a: Tensor | None, seed: Tensor, stream: int, relu: bool, kernel: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy = grad.new_empty(grad.shape if relu or next_a is not None else (0,))
+    lines = b.shape[1] + int(extra is not None) + int(bias is not None)
+    d_a = t.new_empty((0,) if next_a is None else (next_a.shape[1], next_a.shape[0]))
+    return dy, t.new_empty(t.shape), t.new_empty(lines, b.shape[0]), d_a
 
 
-def _gradients(ctx: Any, grad: Tensor, run: Any) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad
-    if not any(needs[1:5]):
-        return grad, *(None for _ in range(7))
-    x, a, b, extra, *rest = ctx.saved_tensors
-    dx, da, sums = run(grad, x, a, b, extra, *rest, *ctx.settings, needs[1])
-    p = a.shape[1]
+def _thin_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1])
+    ctx.kernel = inputs[2]
+
+
+def _thin_gradients(ctx: Any, grad: Tensor, run: Any) -> tuple[Tensor | None, ...]:
+    x, a = ctx.saved_tensors
+    wants = ctx.needs_input_grad[0]
+    dx, da = run(grad, x, a, ctx.kernel, wants)
+    return dx if wants else None, da.t().to(a.dtype), None
+
+
+def _noise_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, t, b, extra, bias, next_a, seed, stream, relu, kernel = inputs
+    kept = output[0] if relu or next_a is not None else None
+    ctx.save_for_backward(kept, t, b, extra, bias, next_a, seed)
+    ctx.settings = (stream, relu, kernel)
+    ctx.set_materialize_grads(False)
+
+
+def _noise_gradients(
+    ctx: Any, grad: Tensor | None, d_next: Tensor | None, run: Any
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    kept, t, b, extra, bias, next_a, seed = ctx.saved_tensors
+    if grad is None and (d_next is None or next_a is None):
+        return (None,) * 10
+    if grad is None:
+        grad = torch.zeros_like(kept)
+    if next_a is not None and d_next is None:
+        d_next = t.new_zeros(t.shape[0], next_a.shape[1])
+    given = None if next_a is None else d_next
+    dy, d_t, sums, d_a = run(grad, given, kept, t, b, extra, bias, next_a, seed, *ctx.settings)
+    p = b.shape[1]
     return (
-        grad,
-        dx if needs[1] else None,
-        da.t().to(a.dtype),
+        grad if kept is None else dy,
+        d_t,
         sums[:p].t().to(b.dtype),
         None if extra is None else sums[p].to(extra.dtype),
-        None, None, None,
+        None if bias is None else sums[sums.shape[0] - 1].to(bias.dtype),
+        None if next_a is None else d_a.t().to(next_a.dtype),
+        None, None, None, None,
     )  # fmt: skip
 
 
-def _op_gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _gradients(ctx, grad, torch.ops.slimbayes.thin_local_backward)
+def _through_thin(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _thin_gradients(ctx, grad, torch.ops.slimbayes.thin_squares_backward)
 
 
-_op.register_autograd(_op_gradients, setup_context=_setup)
+def _through_noise(ctx: Any, grad: Tensor | None, d_next: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _noise_gradients(ctx, grad, d_next, torch.ops.slimbayes.local_noise_backward)
 
 
-class _ThinLocal(torch.autograd.Function):
+_thin_op.register_autograd(_through_thin, setup_context=_thin_setup)
+_noise_op.register_autograd(_through_noise, setup_context=_noise_setup)
+
+
+class _ThinSquares(torch.autograd.Function):
     """The same pair without the operator's dispatch, which costs as much as a small layer."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*inputs)
-        _setup(ctx, inputs, output)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _thin(*inputs)
+        _thin_setup(ctx, inputs, output)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad, _backward)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _thin_gradients(ctx, grad, _thin_backward)
+
+
+class _LocalNoise(torch.autograd.Function):
+    """Likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _noise(*inputs)
+        _noise_setup(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, d_next: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _noise_gradients(ctx, grad, d_next, _noise_backward)

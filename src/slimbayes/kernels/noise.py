@@ -39,3 +39,43 @@ def philox_noise(seed: Tensor, kind: str, size: Sequence[int], dtype: torch.dtyp
             out, seed, count, programs_needed * _BLOCK, stream, KIND=kind, BLOCK=_BLOCK, FAST=not INTERPRETED,
         )  # fmt: skip
     return out
+
+
+def packed_signs(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random signs ±1 of this size, unpacked from one bit each where they are read: for compiled code.
+
+    >>> packed_signs((3, 40), torch.float32, torch.device("cpu")).abs().sum()
+    tensor(120.)
+    """
+    *rows, channels = size
+    words = ceil_div(channels, 32)
+    seed = torch.randint(0, 2**62, (1,), device=device)
+    packed = torch.ops.slimbayes.random_words(seed, math.prod(rows) * words).view(*rows, words, 1)
+    bits = (packed >> torch.arange(32, dtype=torch.int32, device=device)) & 1  # [..., words, 32]
+    signs: Tensor = (1 - 2 * bits).to(dtype).flatten(-2)[..., :channels]
+    return signs
+
+
+def _words(seed: Tensor, count: int) -> Tensor:
+    """Random 32-bit words [count], a pure function of the seed."""
+    if not available(seed.device):
+        source = torch.Generator(seed.device).manual_seed(int(seed))
+        like = {"dtype": torch.int32, "device": seed.device}
+        return torch.randint(-(2**31), 2**31, (count,), generator=source, **like)  # type: ignore[call-overload, no-any-return]
+    from slimbayes.kernels.programs import noise as programs
+
+    out = torch.empty(count, dtype=torch.int32, device=seed.device)
+    blocks = ceil_div(count, 4 * _BLOCK)
+    if count:
+        launch(programs.fill_words, blocks, out, out, seed, count, blocks * _BLOCK, BLOCK=_BLOCK)
+    return out
+
+
+_words_op = torch.library.custom_op(
+    "slimbayes::random_words", _words, mutates_args=(), schema="(Tensor seed, SymInt count) -> Tensor"
+)
+
+
+@_words_op.register_fake
+def _(seed: Tensor, count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.int32, device=seed.device)

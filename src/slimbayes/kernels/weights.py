@@ -28,15 +28,16 @@ def ktied_weight(
     dtype: torch.dtype | None = None,
     center: float = 0.0,
     stream: int = 0,
-    noise_only: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """W = M + (U Vᵀ)∘ε in ``dtype``, and (Σ(M − center)², Σσ², Σ log σ) in float32.
+    form: str = "sample",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(M + (U Vᵀ)∘ε, nothing) in ``dtype``, and (Σ(M − center)², Σσ², Σ log σ) in float32.
 
     ``mean`` is [m, ...], seen as an m×n matrix; ``log_u`` [m, k] and ``log_v`` [n, k]. ``seed`` holds one int64
-    on the device; streams of one seed are independent. With ``noise_only``, W is (U Vᵀ)∘ε alone.
+    on the device; streams of one seed are independent. In place of the sample a ``form`` makes (nothing, (U Vᵀ)∘ε)
+    for "noise", (M, nothing) for "mean" and (M, (U Vᵀ)∘ε) for "both", where nothing is a tensor without elements.
 
     >>> low = torch.full((2, 1), -30.0)
-    >>> w, sums = ktied_weight(torch.ones(2, 2), low, low, torch.tensor([5]))
+    >>> w, _, sums = ktied_weight(torch.ones(2, 2), low, low, torch.tensor([5]))
     >>> w, [round(float(s)) for s in sums]
     (tensor([[1., 1.],
             [1., 1.]]), [4, 0, -240])
@@ -48,11 +49,16 @@ def ktied_weight(
         log_v = log_v.view(*mean.shape[1:], -1).movedim(0, -2).reshape(log_v.shape)
     matrix = ordered.reshape(mean.shape[0], -1)
     kernel = _runs(mean) and log_u.shape[1] <= _RANKS
-    args = (matrix, log_u, log_v, seed, stream, center, dtype or mean.dtype, noise_only, kernel)
+    args = (matrix, log_u, log_v, seed, stream, center, dtype or mean.dtype, form, kernel)
     compiled = torch.compiler.is_compiling()
-    w, sums = torch.ops.slimbayes.ktied_weight(*args) if compiled else ops.KTied.apply(*args)
-    w = w.view(ordered.shape)
-    return w.movedim(-1, 1) if moved else w, sums
+    w, noise, sums = torch.ops.slimbayes.ktied_weight(*args) if compiled else ops.KTied.apply(*args)
+    if form != "noise":
+        w = w.view(ordered.shape)
+        w = w.movedim(-1, 1) if moved else w
+    if form in ("noise", "both"):
+        noise = noise.view(ordered.shape)
+        noise = noise.movedim(-1, 1) if moved else noise
+    return w, noise, sums
 
 
 def meanfield_weight(
@@ -63,18 +69,18 @@ def meanfield_weight(
     center: float = 0.0,
     maximum: float | None = None,
     stream: int = 0,
-    noise_only: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """W = M + σ∘ε in ``dtype``, and (Σ(M − center)², Σσ², Σ log σ) in float32; σ is capped at ``maximum``.
+    form: str = "sample",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """M + σ∘ε in ``dtype``, nothing, and (Σ(M − center)², Σσ², Σ log σ) in float32; forms as in ``ktied_weight``.
 
-    The gradient of σ vanishes only where it would push σ further over the cap.
+    σ is capped at ``maximum``. The gradient of σ vanishes only where it would push σ further over the cap.
 
-    >>> w, sums = meanfield_weight(torch.ones(2, 2), torch.full((2, 2), -50.0), torch.tensor([5]))
+    >>> w, _, sums = meanfield_weight(torch.ones(2, 2), torch.full((2, 2), -50.0), torch.tensor([5]))
     >>> w.shape, round(float(sums[0]))
     (torch.Size([2, 2]), 4)
     """
     kernel = _runs(mean)
-    args = (mean, rho, seed, stream, center, maximum, dtype or mean.dtype, noise_only, kernel)
+    args = (mean, rho, seed, stream, center, maximum, dtype or mean.dtype, form, kernel)
     compiled = torch.compiler.is_compiling()
-    w, sums = torch.ops.slimbayes.meanfield_weight(*args) if compiled else ops.MeanField.apply(*args)
-    return w, sums
+    w, noise, sums = torch.ops.slimbayes.meanfield_weight(*args) if compiled else ops.MeanField.apply(*args)
+    return w, noise, sums

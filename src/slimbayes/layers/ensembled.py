@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from slimbayes import context
+from slimbayes.apply.batched import allowed, run_batched, small, works
 from slimbayes.apply.grouped import join_members, run_members
 from slimbayes.layers.base import expand_saved
 
@@ -34,6 +35,7 @@ class Ensembled(nn.Module):
     members: int
     ensemble_name: str
     _tensor_names: tuple[str, ...]
+    _batched: dict[bool, bool]  # by training mode
     _member: tuple[_Member]  # in a tuple, so that torch does not register it as a child of its own child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,16 +49,34 @@ class Ensembled(nn.Module):
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         stacked = {name: tensors[name] for name in self._tensor_names}
 
-        def call(k: int, member_args: tuple[Any, ...], member_kwargs: dict[str, Any]) -> Any:
-            own = {f"module.{name}": value[k] for name, value in stacked.items()}
+        def use(
+            tensors: dict[str, Tensor], member_args: tuple[Any, ...], member_kwargs: dict[str, Any]
+        ) -> Any:
+            own = {f"module.{name}": value for name, value in tensors.items()}
             return functional_call(self._member[0], own, member_args, member_kwargs)
 
-        if untiled:  # every member on all rows; its samples are copies
+        def call(k: int, member_args: tuple[Any, ...], member_kwargs: dict[str, Any]) -> Any:
+            return use({name: value[k] for name, value in stacked.items()}, member_args, member_kwargs)
+
+        def at_once(tensors: dict[str, Tensor]) -> Any:
+            return run_batched(use, tensors, rows, args, kwargs, split=not untiled)
+
+        whole = frame.components == self.members and (frame.samples == 1 or not untiled)
+        if whole and allowed(self) and self._can_batch(stacked, at_once):
+            output = at_once(stacked)
+        elif untiled:  # every member on all rows; its samples are copies
             outputs = [call(k, args, kwargs) for k in range(frame.components)]
             output = join_members(outputs, frame.samples)
         else:
             output = run_members(call, frame.components, rows, args, kwargs)
         return output if late is None else late.result(output)
+
+    def _can_batch(self, stacked: dict[str, Tensor], run: Callable[[dict[str, Tensor]], Any]) -> bool:
+        """Whether the members run as one batched network, tried once in each mode."""
+        if self.training not in self._batched:
+            fits = small(self, self._member[0].original) and works(self, stacked, run)
+            self._batched[self.training] = fits
+        return self._batched[self.training]
 
     def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -98,4 +118,5 @@ def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Mod
     module.members = members  # type: ignore[assignment]
     module.ensemble_name = name  # type: ignore[assignment]
     module._tensor_names = tuple(names)  # type: ignore[assignment]
+    module._batched = {}  # type: ignore[assignment]
     module._member = (_Member(module, original),)  # type: ignore[assignment]

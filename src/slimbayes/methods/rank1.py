@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -114,15 +115,7 @@ class Rank1(Method):
     def _prior(self) -> priors.Prior:
         if self.prior is not None:
             return self.prior
-        neutral = 0.0 if self.perturbation == "additive" else 1.0
-        family = {
-            "normal": priors.Normal(neutral, 0.1),
-            "cauchy": priors.Cauchy(neutral, 0.1),
-            "lognormal": priors.LogNormal(0.0, 0.1),
-            "halfcauchy": priors.HalfCauchy(neutral, 0.1),
-            "delta": priors.Normal(neutral, 0.1),
-        }
-        return family[self.posterior]
+        return _default_prior(self.posterior, 0.0 if self.perturbation == "additive" else 1.0)
 
     def _factor(self, size: int, like: Tensor) -> Factor:
         neutral = 0.0 if self.perturbation == "additive" else 1.0
@@ -175,6 +168,19 @@ class BatchEnsemble(Method):
         """Add the factors and one bias per component."""
         same = Rank1(self.components, "delta", random_sign_init=self.random_sign_init, clip=None)
         return same.attach(layer, name, shared)
+
+
+@functools.cache
+def _default_prior(posterior: str, neutral: float) -> priors.Prior:
+    """The paper's prior, one object for all factors: they are compared to be sampled together."""
+    family = {
+        "normal": priors.Normal(neutral, 0.1),
+        "cauchy": priors.Cauchy(neutral, 0.1),
+        "lognormal": priors.LogNormal(0.0, 0.1),
+        "halfcauchy": priors.HalfCauchy(neutral, 0.1),
+        "delta": priors.Normal(neutral, 0.1),
+    }
+    return family[posterior]
 
 
 def _check_sign_init(value: float) -> None:

@@ -33,3 +33,15 @@ def fill(
     _store(out, at + quarter, size, b, KIND)
     _store(out, at + 2 * quarter, size, c, KIND)
     _store(out, at + 3 * quarter, size, d, KIND)
+
+
+@jit
+def fill_words(out, seed, size, quarter, BLOCK: tl.constexpr):
+    """Random words, under a tag of their own."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    low = (at & 0xFFFFFFFF).to(tl.uint32)
+    a, b, c, d = tl.philox(tl.load(seed), low, (at >> 32).to(tl.uint32), 0, 5, 10)
+    tl.store(out + at, a.to(tl.int32, bitcast=True), mask=at < size)
+    tl.store(out + at + quarter, b.to(tl.int32, bitcast=True), mask=at + quarter < size)
+    tl.store(out + at + 2 * quarter, c.to(tl.int32, bitcast=True), mask=at + 2 * quarter < size)
+    tl.store(out + at + 3 * quarter, d.to(tl.int32, bitcast=True), mask=at + 3 * quarter < size)

@@ -50,7 +50,8 @@ def normals(a, b, FAST: tl.constexpr):
         u = a.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
         turn = ((b >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
         angle = turn * 6.283185307179586 - 9.42477796076938
-        r = root(tl.maximum(log2(u, True) * -1.3862943611198906, 0.0), True)
+        # |·| costs nothing; the logarithm of 1 may come out as a tiny number of either sign.
+        r = root(tl.abs(log2(u, True) * 1.3862943611198906), True)
         x = r * libdevice.fast_cosf(angle)
         y = r * libdevice.fast_sinf(angle)
     else:

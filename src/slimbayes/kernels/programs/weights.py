@@ -3,7 +3,7 @@
 
 The noise lives in registers: four numbers to a counter, for four parts of the weight that are a quarter of it
 apart. Philox runs 7 rounds, the fewest that pass all of TestU01's BigCrush (Salmon et al. 2011), for it is
-the larger part of the arithmetic.
+the larger part of the arithmetic. FORM as in ktied.py.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ def _log(x, FAST: tl.constexpr):
 
 
 @jit
-def _sample_part(
-    mean, out, at, mask, sigma, noise, center, ADD: tl.constexpr, STATS: tl.constexpr
-):  # fmt: skip
-    """Store M + σ∘ε (or σ∘ε) of one part; the squares (M − center)² come back."""
+def _sample_part(mean, out, noise_out, at, mask, sigma, noise, center, FORM: tl.constexpr):
+    """Store M + σ∘ε, M or σ∘ε of one part; the squares (M − center)² come back."""
     value = sigma * noise
-    squares = tl.zeros(value.shape, tl.float32)
-    if ADD or STATS:
-        m = tl.load(mean + at, mask=mask, other=0.0).to(tl.float32)
-        if ADD:
-            value = m + value
-        shift = tl.where(mask, m - center, 0.0)
-        squares = shift * shift
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
-    return squares
+    m = tl.load(mean + at, mask=mask, other=0.0).to(tl.float32)
+    if FORM == "sample":
+        tl.store(out + at, (m + value).to(out.dtype.element_ty), mask=mask)
+    if FORM == "mean" or FORM == "both":
+        tl.store(out + at, m.to(out.dtype.element_ty), mask=mask)
+    if FORM == "noise" or FORM == "both":
+        tl.store(noise_out + at, value.to(noise_out.dtype.element_ty), mask=mask)
+    shift = tl.where(mask, m - center, 0.0)
+    return shift * shift
 
 
 @jit
 def _grad_part(
-    grads, mean, out, at, mask, noise, twice, center, ADD: tl.constexpr, STATS: tl.constexpr
+    grads, noise_grads, mean, out, at, mask, noise, twice, center, FORM: tl.constexpr, STATS: tl.constexpr
 ):  # fmt: skip
     """Store gM = gW + 2·g₀·(M − center) of one part; gW∘ε comes back."""
     g = tl.load(grads + at, mask=mask, other=0.0).to(tl.float32)
-    total = g if ADD else tl.zeros(g.shape, tl.float32)
+    total = g
+    if FORM == "noise":
+        total = tl.zeros(g.shape, tl.float32)
+    if FORM == "mean":
+        g = tl.zeros(g.shape, tl.float32)
+    if FORM == "both":
+        g = tl.load(noise_grads + at, mask=mask, other=0.0).to(tl.float32)
     if STATS:
         m = tl.load(mean + at, mask=mask, other=0.0).to(tl.float32)
         total += twice * (m - center)
@@ -60,10 +64,10 @@ def _field_sigma(rho, at, mask, cap, CAP: tl.constexpr):
 
 @jit(do_not_specialize=["stream"])
 def field_sample(
-    mean, rho, out, partial, seed, size, quarter, stream, center, cap,
-    CAP: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
+    mean, rho, out, noise, partial, seed, size, quarter, stream, center, cap,
+    CAP: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """W = M + σ∘ε on four runs of BLOCK; Σ(M − center)², Σσ² and Σ log σ of them go to ``partial``."""
+    """M, σ∘ε or their sum on four runs of BLOCK; Σ(M − center)², Σσ² and Σ log σ of them go to ``partial``."""
     pid = tl.program_id(0)
     at = pid * BLOCK + tl.arange(0, BLOCK)
     a, b, c, d = four(tl.load(seed), at, at * 0, stream, 3, "normal", 7, FAST)
@@ -75,10 +79,10 @@ def field_sample(
     sb, _ = _field_sigma(rho, at + quarter, in_b, cap, CAP)
     sc, _ = _field_sigma(rho, at + 2 * quarter, in_c, cap, CAP)
     sd, _ = _field_sigma(rho, at + 3 * quarter, in_d, cap, CAP)
-    squares = _sample_part(mean, out, at, in_a, sa, a, center, ADD, True)
-    squares += _sample_part(mean, out, at + quarter, in_b, sb, b, center, ADD, True)
-    squares += _sample_part(mean, out, at + 2 * quarter, in_c, sc, c, center, ADD, True)
-    squares += _sample_part(mean, out, at + 3 * quarter, in_d, sd, d, center, ADD, True)
+    squares = _sample_part(mean, out, noise, at, in_a, sa, a, center, FORM)
+    squares += _sample_part(mean, out, noise, at + quarter, in_b, sb, b, center, FORM)
+    squares += _sample_part(mean, out, noise, at + 2 * quarter, in_c, sc, c, center, FORM)
+    squares += _sample_part(mean, out, noise, at + 3 * quarter, in_d, sd, d, center, FORM)
     spread = tl.where(in_a, sa * sa, 0.0) + tl.where(in_b, sb * sb, 0.0)
     spread += tl.where(in_c, sc * sc, 0.0) + tl.where(in_d, sd * sd, 0.0)
     tl.store(partial + 3 * pid, tl.sum(squares))
@@ -110,8 +114,8 @@ def _field_grad_part(
 
 @jit(do_not_specialize=["stream"])
 def field_grad(
-    grads, mean, rho, d_mean, d_rho, d_stats, seed, size, quarter, stream, center, cap,
-    CAP: tl.constexpr, ADD: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
+    grads, noise_grads, mean, rho, d_mean, d_rho, d_stats, seed, size, quarter, stream, center, cap,
+    CAP: tl.constexpr, FORM: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """gM and gρ on four runs of BLOCK."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -123,10 +127,10 @@ def field_grad(
     in_b = at + quarter < size
     in_c = at + 2 * quarter < size
     in_d = at + 3 * quarter < size
-    ga = _grad_part(grads, mean, d_mean, at, in_a, a, twice, center, ADD, STATS)
-    gb = _grad_part(grads, mean, d_mean, at + quarter, in_b, b, twice, center, ADD, STATS)
-    gc = _grad_part(grads, mean, d_mean, at + 2 * quarter, in_c, c, twice, center, ADD, STATS)
-    gd = _grad_part(grads, mean, d_mean, at + 3 * quarter, in_d, d, twice, center, ADD, STATS)
+    ga = _grad_part(grads, noise_grads, mean, d_mean, at, in_a, a, twice, center, FORM, STATS)
+    gb = _grad_part(grads, noise_grads, mean, d_mean, at + quarter, in_b, b, twice, center, FORM, STATS)
+    gc = _grad_part(grads, noise_grads, mean, d_mean, at + 2 * quarter, in_c, c, twice, center, FORM, STATS)
+    gd = _grad_part(grads, noise_grads, mean, d_mean, at + 3 * quarter, in_d, d, twice, center, FORM, STATS)
     _field_grad_part(rho, d_rho, at, in_a, ga, spread, logs, cap, CAP, STATS)
     _field_grad_part(rho, d_rho, at + quarter, in_b, gb, spread, logs, cap, CAP, STATS)
     _field_grad_part(rho, d_rho, at + 2 * quarter, in_c, gc, spread, logs, cap, CAP, STATS)

@@ -1,0 +1,139 @@
+"""All weights of a small network sampled at once: the numbers of one layer after the other."""
+
+import pytest
+import torch
+from test_weights import METHODS, X, Y, gradients, network
+from torch import nn
+
+import slimbayes as sb
+from slimbayes import context
+from slimbayes.apply import gathered
+from slimbayes.posteriors import positive
+
+GATHERED = [name for name in METHODS if "local" not in name and "capped" not in name]
+
+
+def loss(model, seed=3, samples=1, noise="example"):
+    torch.manual_seed(7)  # for the KL against a prior of another family, which samples
+    draws = sb.draw(model, X.to(next(model.parameters()).dtype), samples=samples, seed=seed, noise=noise)
+    return sb.elbo(draws, Y, model, num_data=20).loss
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("noise", ["example", "shared"])
+@pytest.mark.parametrize("name", METHODS)
+def test_one_layer_after_the_other(monkeypatch, name, noise, samples):
+    model = network(METHODS[name])
+    together = loss(model, samples=samples, noise=noise)
+    together.backward()
+    found = gradients(model)
+    model.zero_grad(set_to_none=True)
+    monkeypatch.setattr(gathered, "MOST", 0)
+    alone = loss(model, samples=samples, noise=noise)
+    alone.backward()
+    torch.testing.assert_close(together, alone, rtol=1e-13, atol=0)
+    for key, value in gradients(model).items():
+        torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-14, msg=key)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_without_a_seed(monkeypatch, name):
+    """With noise that depends on nothing but its shape, the plain path has the same loss and gradients."""
+    calls = []
+
+    def ramp(kind, size, dtype, device):
+        calls.append(kind)
+        return torch.full(size, 1.0 if kind == "sign" else 0.7, dtype=dtype, device=device)
+
+    monkeypatch.setattr(gathered, "fresh_noise", ramp)
+    monkeypatch.setattr(context, "fresh_noise", ramp)
+    model = network(METHODS[name])
+    together = loss(model, seed=None)
+    together.backward()
+    assert calls.count("normal") == 1
+    found = gradients(model)
+    model.zero_grad(set_to_none=True)
+    with sb.fast_paths(False):
+        plain = loss(model, seed=None)
+        plain.backward()
+    torch.testing.assert_close(together, plain, rtol=1e-12, atol=0)
+    for key, value in gradients(model).items():
+        torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12, msg=key)
+
+
+def test_every_weight_has_noise_of_its_own():
+    """The parts of the piece do not overlap: samples of all tensors are uncorrelated, of variance σ²."""
+    torch.manual_seed(0)
+    model = sb.bayesianize(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), sb.MeanField(stddev_init=0.5))
+    made = []
+    for _ in range(4000):
+        draw = context.Draw(1, 1, 2)
+        gathered.prefill_weights([(layer.bayes, layer) for layer in model], draw)
+        assert list(draw.prefilled) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        made.append(torch.cat([value.detach().flatten() for value in draw.prefilled.values()]))
+    spreads = [part for layer in model for part in (layer.bayes.weight, layer.bayes.bias)]
+    scale = torch.cat([positive(part.rho.detach()).flatten() for part in spreads])
+    covariance = (torch.stack(made) / scale).T.cov()
+    assert (covariance - torch.eye(len(covariance))).abs().max() < 5 * (2 / 4000) ** 0.5
+
+
+def test_a_tied_weight_is_sampled_once():
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    model = sb.bayesianize(nn.Sequential(first, second).double(), sb.MeanField(stddev_init=0.3))
+    draw = context.Draw(1, 1, 4)
+    gathered.prefill_weights([(layer.bayes, layer) for layer in model], draw)
+    assert list(draw.prefilled) == ["0.weight"]
+    x = torch.eye(4, dtype=torch.float64)
+    with context.activate(draw):
+        found = model(x)
+    torch.testing.assert_close(found.T, torch.linalg.matrix_power(draw.prefilled["0.weight"][0], 2))
+
+
+def test_large_networks_go_layer_by_layer(monkeypatch):
+    monkeypatch.setattr(gathered, "MOST", 10)
+    draw = context.Draw(1, 1, 6)
+    model = network(sb.MeanField())
+    gathered.prefill_weights([(model[0].bayes, model[0])], draw)
+    assert not draw.prefilled and not draw.byproducts
+
+
+def test_nothing_is_sampled_ahead_where_no_gradient_is_wanted():
+    model = network(sb.MeanField())
+    for seen in (context.Draw(1, 1, 6, "mean"), context.Draw(1, 1, 6)):
+        with torch.set_grad_enabled(seen.noise == "mean"):
+            gathered.prefill_weights([(model[0].bayes, model[0])], seen)
+        assert not seen.prefilled
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_draws_with_and_without_gradients(name, samples):
+    model = network(METHODS[name])
+    torch.manual_seed(5)
+    expected = sb.draw(model, X, samples=samples)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        torch.testing.assert_close(sb.draw(model, X, samples=samples), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["meanfield", "ktied"])
+def test_compiled_code_draws_all_noise_at_once(name):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(40, 90), nn.ReLU(), nn.Linear(90, 90), nn.ReLU(), nn.Linear(90, 3))
+    model = sb.bayesianize(net, METHODS[name])
+    counts = []
+
+    def backend(graph, inputs):
+        counts.append(sum("slimbayes.noise" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    def step(x, y):
+        return sb.elbo(sb.draw(model, x), y, model, num_data=100).loss
+
+    x, y = torch.randn(8, 40), torch.zeros(8, dtype=torch.long)
+    torch.compile(step, fullgraph=True, backend=backend)(x, y).backward()
+    assert counts == [1]
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    torch._dynamo.reset()

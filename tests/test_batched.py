@@ -164,3 +164,9 @@ def test_a_trial_changes_nothing():
     sb.draw(model, X)
     assert torch.equal(torch.get_rng_state(), before)
     assert (model[1].num_batches_tracked == 1).all()
+
+
+def test_autocast_is_seen_by_every_member():
+    model = ensemble(NETWORKS["plain"]).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sb.draw(model, X.float()).dtype == torch.bfloat16

@@ -330,3 +330,14 @@ def test_shared_running_statistics_move_in_turn() -> None:
         assert found.count(fusing.follow) == (2 if fuse else 0) and fusing.follow_all not in found
         buffers.append([model.norm.running_mean, model.norm.running_var])
     torch.testing.assert_close(buffers[0], buffers[1], rtol=1e-5, atol=1e-6)
+
+
+def test_unknown_operations_are_named_in_short(monkeypatch) -> None:
+    """Old versions write out all inputs of an operation, and theirs: for deep residual networks without end."""
+    from torch._inductor import exc
+
+    monkeypatch.setattr(exc.OperatorIssue, "operator_str", exc.OperatorIssue.operator_str)
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    compiling._shorten_messages()
+    error = exc.MissingOperatorWithoutDecomp(torch.ops.aten.relu.default, [torch.zeros(3)], {})
+    assert "aten.relu.default" in str(error) and "tensor" not in str(error)

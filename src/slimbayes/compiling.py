@@ -52,6 +52,7 @@ def compile(
         if fast.paths.triton and fast.paths.weights:
             chain_noise(module.graph)
             module.recompile()
+        _shorten_messages()
         with warmed(module.graph):
             return compile_fx(module, inputs, config_patches=settings)
 
@@ -71,6 +72,23 @@ def _scoped(function: Callable[..., Any]) -> Callable[..., Any]:
             SCOPE.open, SCOPE.made, JOINS.made, JOINS.rules = False, [], [], []
 
     return call
+
+
+def _shorten_messages() -> None:
+    """Keep the compiler from writing out the inputs of an operation, and theirs, for a message that nobody reads.
+
+    Before 2.12 torch does so for every operation that it meets for the first time, also when a backward pass is
+    compiled, long after this function has returned: down a chain of residual sums of ours the text doubles with every
+    block, and the compiler does not come to an end.
+    """
+    from torch._inductor import exc
+
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.12" and hasattr(exc, "OperatorIssue"):
+        exc.OperatorIssue.operator_str = staticmethod(_name_of)  # type: ignore[method-assign]
+
+
+def _name_of(target: Any, args: Any, kwargs: Any) -> str:
+    return f"target: {target}"
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:

@@ -125,11 +125,18 @@ def test_page_says_what_holds_and_what_does_not(tmp_path):
         },
     }  # fmt: skip
     (tmp_path / "profile-gpu.json").write_text(json.dumps(profile))
+    shares = {"products": 0.75, "host": 0.25}
+    own = {"parts": {"products": 1.0, "host": 0.5}, "ratio": 1.5, "floor": {"ratio": 1.125}}
+    methods = {"deterministic": {"parts": shares, "ratio": 1.0}, "ktied": own}
+    networks = {"mlp": {"deterministic_ms": 10.0, "methods": methods}}
+    found = {"threads": 2, "torch": "2", "commit": "abc", "time": "now", "networks": networks}
+    (tmp_path / "profile-cpu.json").write_text(json.dumps(found))
     text = write_page(tmp_path, tmp_path / "docs" / "speed.md").read_text()
     assert (
         "| mlp | train | eager | Rank1 normal, K=4, per example | time | ≤ 1.9 | 2.00 ± 0.00 | **no** |"
         in text
     )
+    assert "| KTied k=2, shared sample | 1.00 | 0.50 | 1.50 | 1.12 |" in text
     assert "4.00 TB/s" in text and "600 TFLOP/s" in text
     assert "| part | deterministic | Rank1 normal, K=4, per example |" in text
     shares = ["| products | 2.50 | 2.75 |", "| ours: noise | – | 1.00 |", "| optimizer | 0.50 | – |"]

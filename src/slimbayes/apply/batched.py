@@ -38,12 +38,17 @@ def small(root: nn.Module, original: type[nn.Module]) -> bool:
 
 
 def allowed(root: nn.Module) -> bool:
-    """Whether nothing looks at the members one by one: no hooks, no tracing, no other transform."""
+    """Whether nothing looks at the members one by one: no hooks, no tracing, no autocast, no other transform."""
     if not fast.paths.members or torch.compiler.is_compiling() or transformed():
         return False
-    if torch._C._get_tracing_state() is not None:
+    if torch._C._get_tracing_state() is not None or _autocasts(root):
         return False
     return not any(module._forward_hooks or module._forward_pre_hooks for module in root.modules())
+
+
+def _autocasts(root: nn.Module) -> bool:
+    """Whether autocast is on, which vmap takes the layers' operations apart before it can see."""
+    return any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in root.parameters()})
 
 
 def run_batched(

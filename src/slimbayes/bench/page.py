@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimbayes.bench.measuring import FOREIGN_SHARE
+from slimbayes.bench.profiles import cpu_profile, gpu_profile
 from slimbayes.bench.results import Cell, Results, read_results
 from slimbayes.bench.settings import (
     CONTENDERS,
@@ -26,6 +27,7 @@ FILES = {"cpu": "bench-cpu.json", "cuda": "bench-gpu.json"}
 NAMES = {"cpu": "CPU", "cuda": "GPU"}
 EPOCHS, NOTES = "epoch-gpu.json", "notes.md"
 PROFILES = {"cpu": "profile-cpu.json", "cuda": "profile-gpu.json"}
+RENDERERS = {"cpu": cpu_profile, "cuda": gpu_profile}
 QUANTITIES = {"time": "time", "memory": "peak memory", "first": "first step"}
 TEXT = """\
 # Speed
@@ -95,7 +97,7 @@ def page_text(folder: Path, beside: Path) -> str:
     for device, name in PROFILES.items():
         if (folder / name).is_file():
             content = json.loads((folder / name).read_text(encoding="utf-8"))
-            parts.append("\n".join([f"## Profiles: {NAMES[device]}\n", *_profiles(content)]))
+            parts.append("\n".join([f"## Profiles: {NAMES[device]}\n", *RENDERERS[device](content)]))
     for device, results in found.items():
         parts.append(f"## All figures: {NAMES[device]}\n\n" + "\n".join(_origin(results)))
         for suffix in ("", "-peers"):
@@ -182,42 +184,6 @@ def _epochs(content: dict[str, Any]) -> Iterator[str]:
             yield f"| {run['name']} | {run['mode']} | failed: {short(run['error'])} | |"
             continue
         yield f"| {run['name']} | {run['mode']} | {run['epoch_seconds']:.2f} | {run['first_seconds']:.1f} |"
-
-
-def _profiles(content: dict[str, Any]) -> Iterator[str]:
-    """One table for each network and mode: milliseconds of a step by part, and launches where there are any."""
-    panels: dict[tuple[str, str], dict[str, Any]] = {}
-    for name, run in content["runs"].items():
-        network, method, mode = name.split(" / ")
-        if "error" not in run:
-            panels.setdefault((network, mode), {})[method] = run
-    yield (
-        f"Milliseconds of one training step, on {content['device']}; torch {content['torch']}, commit "
-        f"{content['commit']}."
-    )
-    if "rates" in content:
-        rates = content["rates"]
-        yield (
-            f"A large copy moves {rates['bytes_per_second'] / 1e12:.2f} TB/s there, a large bfloat16 product makes "
-            f"{rates['operations_per_second'] / 1e12:.0f} TFLOP/s."
-        )
-    for (network, mode), runs in panels.items():
-        names = {
-            part: max(_part(run, part) for run in runs.values())
-            for run in runs.values()
-            for part in run["parts"]
-        }
-        yield f"\n### {NETWORKS[network].title}, {mode}\n"
-        yield "| part | " + " | ".join(title(method) for method in runs) + " |"
-        yield "|---|" + "---:|" * len(runs)
-        for part in sorted(names, key=lambda part: -names[part]):
-            cells = [f"{_part(run, part):.2f}" if part in run["parts"] else "–" for run in runs.values()]
-            yield f"| {part} | " + " | ".join(cells) + " |"
-        yield "| step | " + " | ".join(f"{run['wall_ms']:.2f}" for run in runs.values()) + " |"
-
-
-def _part(run: dict[str, Any], part: str) -> float:
-    return float(run["parts"].get(part, 0.0))
 
 
 def _origin(results: Results) -> Iterator[str]:

@@ -53,7 +53,7 @@ def test_one_member_after_the_other(name, training):
         with sb.fast_paths(members=False):
             plain = logits(sb.draw(expected, X))
         torch.testing.assert_close(result, plain, rtol=1e-12, atol=1e-12)
-    assert found._batched[training] and not expected._batched
+    assert found._batched and all(found._batched.values()) and not expected._batched
     sb.elbo(result, Y, found, num_data=20).loss.backward()
     sb.elbo(plain, Y, expected, num_data=20).loss.backward()
     for a, b in zip(found.parameters(), expected.parameters(), strict=True):
@@ -67,7 +67,7 @@ def test_samples_and_predictions():
     found = sb.predict(model, X, samples=2, seed=0)
     with sb.fast_paths(False):
         expected = sb.predict(model, X, samples=2, seed=0)
-    assert model._batched[False]
+    assert model._batched and all(model._batched.values())
     torch.testing.assert_close(found.mean, expected.mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.mutual_information, expected.mutual_information, rtol=1e-9, atol=1e-12)
 
@@ -85,7 +85,7 @@ def test_members_drop_units_of_their_own():
     net = nn.Sequential(nn.Linear(4, 400), nn.Dropout(0.5)).to(F64)
     model = sb.bayesianize(net, sb.DeepEnsemble(members=2, reinitialize=False)).train()
     first, second = sb.draw(model, X) == 0
-    assert model._batched[True]
+    assert model._batched and all(model._batched.values())
     assert 0.4 < (first == second).double().mean() < 0.6
 
 
@@ -135,7 +135,7 @@ REFUSED = {
 def test_member_by_member_where_one_call_will_not_do(name):
     model = ensemble(REFUSED[name])
     found = sb.draw(model, X)
-    assert model._batched[True] is False
+    assert model._batched and not any(model._batched.values())
     with sb.fast_paths(members=False):
         torch.testing.assert_close(found, sb.draw(model, X), rtol=0, atol=0)
 
@@ -153,7 +153,7 @@ def test_large_members_are_not_batched(monkeypatch):
     monkeypatch.setattr(batched, "MOST", 10)
     model = ensemble(NETWORKS["plain"])
     sb.draw(model, X)
-    assert model._batched[True] is False
+    assert model._batched and not any(model._batched.values())
 
 
 def test_a_trial_changes_nothing():
@@ -170,3 +170,40 @@ def test_autocast_is_seen_by_every_member():
     model = ensemble(NETWORKS["plain"]).float()
     with torch.autocast("cpu", torch.bfloat16):
         assert sb.draw(model, X.float()).dtype == torch.bfloat16
+
+
+class Adapting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, adapt=False):
+        y = self.layer(x)
+        return y * 2 if adapt and y.abs().max() > 0 else y
+
+
+def test_another_kind_of_call_is_tried_again():
+    model = ensemble(Adapting)
+    plain = sb.draw(model, X)
+    torch.testing.assert_close(sb.draw(model, X, adapt=True), 2 * plain)
+    assert sorted(model._batched.values())[0] is False and any(model._batched.values())
+
+
+def test_the_mode_of_a_part_is_another_kind_of_call():
+    model = ensemble(
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 3))
+    )
+    model.train()
+    model[1].eval()
+    sb.draw(model, X)
+    model[1].train()
+    assert torch.isfinite(sb.draw(model, X)).all()
+
+
+def test_backward_hooks_are_called_for_every_member():
+    model = ensemble(NETWORKS["batch norm"])
+    sb.draw(model, X)
+    seen = []
+    model[0].register_full_backward_hook(lambda module, given, gradients: seen.append(1))
+    sb.draw(model, X.clone().requires_grad_()).sum().backward()
+    assert len(seen) == 3

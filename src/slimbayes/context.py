@@ -18,6 +18,10 @@ from slimbayes.tracing import constant
 
 NOISE_MODES = ("example", "shared", "mean")
 
+# Who sees what autograd keeps; None before torch 2.7. Activation checkpointing is one of those who do.
+_HOOKS: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+SEES_CHECKPOINTS = _HOOKS is not None
+
 # Hashing is plain Python: the compiler takes the key as a constant and guards on the seed.
 _constant_layer_key = constant(layer_key)
 
@@ -55,6 +59,8 @@ class Draw:
     log_probs: dict[str, Tensor] = field(default_factory=dict)
     byproducts: dict[str, Any] = field(default_factory=dict)  # what a KL of the same weights need not redo
     prefilled: dict[str, Tensor] = field(default_factory=dict)  # sampled before the network ran
+    gradients: bool = False  # whether that was done for gradients
+    checkpointed: bool = False  # whether a layer ran inside activation checkpointing
     noises: dict[str, Tensor] = field(default_factory=dict)  # drawn before the network ran, for one use each
     rows_seen: dict[str, list[int]] | None = None  # of every call, by layer
     late: Late | None = None  # None: the inputs are repeated before the network sees them
@@ -119,10 +125,8 @@ class activate:
     ) -> None:
         _STATE.current = self.outer
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            cache = dict(self.draw.prefilled)  # what no layer sampled, none can sample again
-            _STATE.finished = replace(
-                self.draw, cache=cache, calls={}, log_probs={}, byproducts={}, rows_seen=None
-            )
+            empty: dict[str, Any] = {"cache": {}, "calls": {}, "log_probs": {}, "byproducts": {}}
+            _STATE.finished = replace(self.draw, **empty, prefilled={}, noises={}, rows_seen=None)
 
 
 def _recomputed_draw() -> Draw | None:
@@ -198,10 +202,34 @@ class Frame:
         """Sample ``key`` once per draw: a module used twice, or tied to another, keeps one sample."""
         if self.draw is None:
             return make()
+        known = self.ahead(key)
+        if known is not None:
+            return known
         cache = self.draw.cache
         if key not in cache:
             cache[key] = make()
         return cache[key]
+
+    def ahead(self, key: str) -> Tensor | None:
+        """What was sampled for ``key`` before the network ran.
+
+        None inside activation checkpointing: it runs the layer again when the draw is over, and cannot know of which
+        draw; the layer has to sample for itself, from the generator that checkpointing restores.
+        """
+        draw = self.draw
+        if draw is None or key not in draw.prefilled:
+            return None
+        if not torch.compiler.is_compiling() and _runs_again(draw):
+            draw.checkpointed = True
+            return None
+        return draw.prefilled[key]
+
+
+def _runs_again(draw: Draw) -> bool:
+    """Whether a layer is inside activation checkpointing: that which hooks into autograd, or turns it off."""
+    if draw.gradients and not torch.is_grad_enabled():
+        return True
+    return _HOOKS is not None and _HOOKS(False) is not None
 
 
 def choose_components(total: int, count: int, seed: int | None, device: torch.device) -> Tensor:

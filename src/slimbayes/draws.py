@@ -16,9 +16,9 @@ from slimbayes import fast
 from slimbayes.apply.bulk import DEVICES, find_groups, prefill
 from slimbayes.apply.gathered import prefill_weights
 from slimbayes.apply.patched import prefill_patches
-from slimbayes.apply.points import prefill_points
 from slimbayes.context import (
     NOISE_MODES,
+    SEES_CHECKPOINTS,
     Draw,
     RowError,
     activate,
@@ -151,19 +151,31 @@ def draw_flat(
 
 
 def _prefill(model: nn.Module, flat: FlatInputs, now: Draw) -> None:
+    now.gradients = torch.is_grad_enabled()
+    again = find_record(model).checkpointed or not SEES_CHECKPOINTS
+    if now.gradients and again and not torch.compiler.is_compiling():
+        return
     if any([isinstance(leaf, Tensor) and leaf.device.type in DEVICES for leaf in flat.leaves]):
         layers = converted_layers(model)
         prefill(find_groups([layer.bayes for _, layer in layers]), now)
         pairs = [(layer.bayes, layer) for _, layer in layers]
-        prefill_points(pairs, now)
         prefill_patches(pairs, now)
     else:
         if now.seed is None and now.noise != "mean":
             prefill(factor_groups(model), now)
-        prefill_weights([(layer.bayes, layer) for _, layer in converted_layers(model)], now)
+        if torch.compiler.is_compiling() or not _hooked(unwrap(model)):
+            prefill_weights([(layer.bayes, layer) for _, layer in converted_layers(model)], now)
+
+
+def _hooked(model: nn.Module) -> bool:
+    """Whether something may change weights between now and the call of the layer that they belong to."""
+    if nn.modules.module._global_forward_pre_hooks:
+        return True
+    return any([bool(module._forward_pre_hooks) for module in modules(model)])
 
 
 def _keep_mixing(record: Record, now: Draw) -> None:
+    record.checkpointed = record.checkpointed or now.checkpointed
     if torch.is_grad_enabled():  # a prediction in between must not take the place of the draws to be scored
         record.mixing = list(now.log_probs.values())
         record.byproducts = now.byproducts
@@ -332,6 +344,13 @@ def _verify_rows(model: nn.Module, seen: Draw, flat: FlatInputs) -> None:
                 raise RowError(row_message(layer, rows, seen))
 
 
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module's mode is its flag and nothing else."""
+    kind = type(module)
+    own = kind.train is nn.Module.train and kind.eval is nn.Module.eval
+    return own and not isinstance(module, torch.jit.ScriptModule) and "train" not in vars(module)
+
+
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode and restore every module's own mode afterwards."""
@@ -342,7 +361,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         return
     evaluated = [module for module in every if not module.training]
     # What train() does but for its look at every attribute that is set: a fifth of a small network's prediction.
-    plain = all([type(module).train is nn.Module.train for module in every])
+    plain = all([_is_plain(module) for module in every])
     if plain:
         for module in training:
             module.__dict__["training"] = False
@@ -353,7 +372,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             if not module.training:
-                module.__dict__["training"] = True
+                module.training = True
         for module in evaluated:
             if module.training:
                 module.training = False

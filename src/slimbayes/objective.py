@@ -45,8 +45,9 @@ def kl(model: nn.Module) -> Tensor:
                     total = total + group_kl(group)
                     seen.update(group.sources)
         left, record.byproducts = record.byproducts, {}
+        present = [layer for _, layer in converted_layers(model)] if left else []
         for name, known in left.items():  # what the last draw has of the KL of what it sampled
-            if known.valid():
+            if known.valid(present):
                 total = total + known.kl()
                 seen.update([name] if isinstance(known, Sums) else known.names)
         raw: list[tuple[Raw, RawPrior]] = []

@@ -53,6 +53,7 @@ class Record:
     step_components: int | None
     dropouts: tuple[str, ...]
     rows_checked: bool = False
+    checkpointed: bool = False  # a layer ran inside activation checkpointing: nothing is sampled ahead of it
     late: dict[Any, Plan | None] = field(default_factory=dict)  # how to tile late, by signature of the inputs
     footprints: dict[Any, Footprint | None] = field(default_factory=dict)  # memory of a pass, likewise
     mixing: list[Tensor] = field(default_factory=list)  # log-probabilities [draws] of the last draw's indices

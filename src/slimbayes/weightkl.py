@@ -70,6 +70,9 @@ def _version(tensor: Tensor) -> tuple[int, int]:
     return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
+Owner = Callable[[], tuple[object, Raw | None, RawPrior | None]]
+
+
 @dataclass
 class Byproduct:
     """Of one operation that sampled random tensors: their parameters as they were, priors, and σ where it was kept."""
@@ -77,7 +80,7 @@ class Byproduct:
     sources: list[str]
     raws: list[Raw]
     priors: list[RawPrior | None]  # None: another layer's, or none that is Normal
-    owners: list[Callable[[], tuple[Tensor | None, ...]]]  # the parameters that each tensor has now
+    owners: list[Owner]  # the layer of each tensor, and its parameters and prior as they are now
     scales: list[Tensor | None] = field(default_factory=list)
     node: Any = None
     pending: Pending = field(default_factory=Pending)
@@ -86,9 +89,7 @@ class Byproduct:
     def __post_init__(self) -> None:
         self.versions = [_version(tensor) for raw in self.raws for tensor in raw.parameters]
 
-    def add(
-        self, source: str, raw: Raw, prior: RawPrior | None, owner: Callable[[], tuple[Tensor | None, ...]]
-    ) -> None:
+    def add(self, source: str, raw: Raw, prior: RawPrior | None, owner: Owner) -> None:
         """One more tensor that is sampled with the others."""
         self.sources.append(source)
         self.raws.append(raw)
@@ -106,17 +107,23 @@ class Byproduct:
         """The sources of those tensors."""
         return [self.sources[i] for i in self.with_kl]
 
-    def valid(self) -> bool:
-        """Whether there is a KL to take over: the parameters are still the layers' own, and have not changed."""
+    def valid(self, layers: Sequence[object]) -> bool:
+        """Whether there is a KL to take over: the tensors still belong to these layers, and have not changed."""
         if torch.compiler.is_compiling() or not self.with_kl:
             return False  # compiled code has no part in a graph made outside of it
-        position = 0
-        for raw, owner in zip(self.raws, self.owners, strict=True):
-            for mine, other in zip(raw.parameters, owner(), strict=True):
-                if mine is not other or _version(mine) != self.versions[position]:
-                    return False
-                position += 1
-        return True
+        present = {id(layer) for layer in layers}
+        now: list[Tensor] = []
+        for prior, owner in zip(self.priors, self.owners, strict=True):
+            layer, raw, its_prior = owner()
+            if id(layer) not in present or raw is None or its_prior != prior:
+                return False
+            now += raw.parameters
+        before = [tensor for raw in self.raws for tensor in raw.parameters]
+        return (
+            len(now) == len(before)
+            and all(mine is other for mine, other in zip(before, now, strict=True))
+            and [_version(tensor) for tensor in now] == self.versions
+        )
 
     def kl(self) -> Tensor:
         """KL of all its tensors that have a prior here."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from slimbayes import fast
@@ -43,7 +44,29 @@ def allowed(root: nn.Module) -> bool:
         return False
     if torch._C._get_tracing_state() is not None or _autocasts(root):
         return False
-    return not any(module._forward_hooks or module._forward_pre_hooks for module in root.modules())
+    if _has_any_global_hook():
+        return False
+    return not any(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        for module in root.modules()
+    )
+
+
+def kind_of_call(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What may send a network another way: its modules' modes, and all of its arguments but their values.
+
+    >>> kind_of_call(nn.ReLU(), (torch.zeros(2, 3), True), {})[-42:]
+    "[('torch.float32', 2, False), 'True']"
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    kinds = [
+        (str(leaf.dtype), leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    ]
+    return f"{[module.training for module in root.modules()]} {spec} {kinds}"
 
 
 def _autocasts(root: nn.Module) -> bool:
@@ -98,9 +121,13 @@ def works(root: nn.Module, stacked: Mapping[str, Tensor], run: Callable[[dict[st
     return _attributes(root) == before
 
 
-def _attributes(root: nn.Module) -> list[dict[str, int]]:
-    """What every module keeps besides its registered tensors, by identity."""
+def _attributes(root: nn.Module) -> list[dict[str, tuple[int, int]]]:
+    """What every module keeps besides its registered tensors, by identity, and how much is in it."""
     return [
-        {name: id(value) for name, value in vars(module).items() if not name.startswith("_")}
+        {
+            name: (id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
+            for name, value in vars(module).items()
+            if not name.startswith("_")
+        }
         for module in root.modules()
     ]

@@ -193,7 +193,6 @@ def _sample(group: Group, draw: Draw) -> None:
     seed = torch.randint(0, 2**62, (1,), device=first.device)
     values = sample_flat(loc, rho, widths, seed, draw.samples, examples, group.family, group.clip, dtype)
     for source, value in zip(group.sources, values, strict=True):
-        draw.cache[source] = value
         draw.prefilled[source] = value
 
 
@@ -202,7 +201,6 @@ def _sample_on_cpu(group: Group, draw: Draw) -> None:
     examples = draw.batch if draw.noise == "example" else 1
     values = sample_all(locs, rhos, draw.samples, examples, group.family, group.clip)
     for source, value in zip(group.sources, values, strict=True):
-        draw.cache[source] = value
         draw.prefilled[source] = value
 
 
@@ -236,7 +234,6 @@ def _sample_compiled(group: Group, draw: Draw) -> None:
             value = loc + scale * own.view(shape)
             values.append(value if group.clip is None else value.clamp(-group.clip, group.clip))
     for source, value in zip(group.sources, values, strict=True):
-        draw.cache[source] = value
         draw.prefilled[source] = value
 
 

@@ -16,6 +16,7 @@ from slimbayes.kernels import local  # registers the operators
 
 __all__ = ["chain_noise", "local"]
 
+_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _RELU = (F.relu, torch.relu, torch.relu_)
 
 
@@ -67,6 +68,8 @@ def _join(graph: fx.Graph, noise: fx.Node) -> int:
         return 0
     # All arguments are known where the last of the joined stands, and nothing reads the rows before that.
     place = following if joins_next and following is not None else last
+    if _changes_between(noise, place):
+        return 0
     with graph.inserting_before(place):
         a = following.args[1] if joins_next and following is not None else None
         made = graph.call_function(
@@ -83,6 +86,24 @@ def _join(graph: fx.Graph, noise: fx.Node) -> int:
     for node in (last, rows, noise) if joins_relu else (rows, noise):
         graph.erase_node(node)
     return 1
+
+
+def _changes_between(first: fx.Node, last: fx.Node) -> bool:
+    """Whether a mode of autograd or autocast changes between two nodes, or something is written in place."""
+    node = first.next
+    while node is not last:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        joined = _is_relu(node) and first in node.args[0].args  # type: ignore[union-attr]
+        if not joined and (
+            any(word in name for word in ("set_grad_enabled", "inference_mode", "autocast", "setitem"))
+            or (name.endswith("_") and not name.endswith("__"))
+            or node.target in _IN_PLACE
+            or node.kwargs.get("inplace")
+            or "out" in node.kwargs
+        ):
+            return True
+        node = node.next
+    return False
 
 
 def _only_user(node: fx.Node) -> Any:

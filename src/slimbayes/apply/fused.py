@@ -7,6 +7,7 @@ inside one call of a function compiled by ``sb.compile``, which opens a scope: t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,7 +43,7 @@ class Sums:
     parameters: tuple[Tensor, ...]
     prior: RawPrior
 
-    def valid(self) -> bool:
+    def valid(self, layers: Sequence[object]) -> bool:
         """Whether they were made in this call of a compiled function."""
         return torch.compiler.is_compiling() and any([one is self for one in SCOPE.made])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,9 +46,14 @@ def prefill_weights(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> Non
     for source, value, noise, alone in zip(
         known.sources, sample_weights(known, noises, centred), noises, centred, strict=True
     ):
-        draw.cache[f"{source}.noise"] = noise
+        draw.prefilled[f"{source}.noise"] = noise
         draw.prefilled[f"{source}.centred" if alone else source] = value
     draw.byproducts[known.sources[0]] = known
+
+
+def _own_parameter(op: Operation, which: str, tensor: Tensor) -> bool:
+    """Whether a layer's tensor is what it will be when the layer runs: its own parameter, which no hook sets."""
+    return op._parameters.get(which) is tensor and not op._forward_pre_hooks
 
 
 def _draw_noise(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> None:
@@ -87,7 +93,7 @@ def _gather(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> tuple[Bypro
                 continue
             source = rule.tensor(op, which)[2]
             found = None if source in known.sources else rule.by_parameters(op, which)
-            if found is None or not _alike(found[0], known):
+            if found is None or not _alike(found[0], known) or not _own_parameter(op, which, found[0].loc):
                 continue
             known.add(source, *found)
             centred.append(alone)
@@ -103,7 +109,8 @@ def _noises(known: Byproduct, draws: int, draw: Draw) -> list[Tensor]:
     """ε [draws, *shape] for every tensor."""
     first = known.raws[0].loc
     if draw.seed is not None:
-        frame = Frame(draw.components, draw.samples, draw.batch, 1, draw.noise, draw)
+        # With a count of its own: a layer that has to sample for itself starts the draw's.
+        frame = Frame(draw.components, draw.samples, draw.batch, 1, draw.noise, replace(draw, calls={}))
         return [
             frame.noise_like(
                 "normal", source, tuple(raw.loc.shape), first.dtype, first.device, per_example=False

@@ -85,8 +85,9 @@ class IndexedRule(Rule):
 
     def _chosen(self, points: Tensor, source: str, frame: Frame) -> Tensor:
         """The versions [draws, *shape] that this draw takes: known before the network ran (``patched``), or now."""
-        if frame.draw is not None and f"{source} chosen" in frame.draw.cache:
-            return frame.draw.cache[f"{source} chosen"]
+        known = frame.ahead(f"{source} chosen")
+        if known is not None:
+            return known
         if self.per_element:
             return points.gather(0, self.mixing.draw(frame, source, tuple(points.shape[1:]), points))
         return points.index_select(0, self.mixing.draw(frame, f"{self.mixing.name}.index", (), points))

@@ -54,5 +54,4 @@ def prefill_patches(layers: Iterable[tuple[Rule, Operation]], draw: Draw) -> Non
         seed = torch.randint(0, 2**62, (1,), device=members[0][1].device)
         chosen = choose_patches([each[1] for each in members], [each[2] for each in members], seed, draws)
         for (source, _, _), value in zip(members, chosen, strict=True):
-            draw.cache[f"{source} chosen"] = value
             draw.prefilled[f"{source} chosen"] = value

@@ -69,8 +69,7 @@ class Rank1Rule(Rule):
 
     def _factor(self, factor: Factor, which: str, frame: Frame) -> Tensor:
         source = f"{self.name}.{which}"
-        known = frame.draw is not None and source in frame.draw.prefilled
-        if type(factor.spread) is DeltaPosterior and self.clip is None and not known:
+        if type(factor.spread) is DeltaPosterior and self.clip is None and frame.ahead(source) is None:
             point = frame.pick(factor.loc)
             return point.reshape(point.shape[0], 1, 1, -1)
 

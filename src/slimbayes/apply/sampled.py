@@ -18,7 +18,7 @@ from slimbayes.kernels.local import local_noise, thin_squares
 from slimbayes.kernels.noise import packed_signs
 from slimbayes.posteriors import KTiedPosterior, Posterior
 from slimbayes.priors import Prior
-from slimbayes.weightkl import Byproduct, Raw, RawPrior, raw_prior, raw_spread, spread_of
+from slimbayes.weightkl import Byproduct, Raw, RawPrior, raw_prior, raw_spread
 
 
 class SampledRule(Rule):
@@ -80,20 +80,26 @@ class SampledRule(Rule):
 
     def by_parameters(
         self, op: Operation, which: str
-    ) -> tuple[Raw, RawPrior | None, Callable[[], tuple[Tensor, ...]]] | None:
-        """A tensor as the fast paths sample it: its parameters, the prior if it is its own, and who has them."""
+    ) -> tuple[Raw, RawPrior | None, Callable[[], tuple[Operation, Raw | None, RawPrior | None]]] | None:
+        """A tensor as the fast paths sample it: its parameters, the prior if it is its own, and what they are now."""
         posterior, mean, source, fan_in = self.tensor(op, which)
         raw = raw_spread(posterior, mean)
         if raw is None:
             return None
-        return raw, self._own_prior(source, fan_in), lambda: (getattr(op, which), *spread_of(posterior))
+
+        def now() -> tuple[Operation, Raw | None, RawPrior | None]:
+            spread, tensor, name, inputs = self.tensor(op, which)
+            return op, raw_spread(spread, tensor), self._own_prior(name, inputs)
+
+        return raw, self._own_prior(source, fan_in), now
 
     def _per_draw(self, op: Operation, which: str, frame: Frame, centred: bool = False) -> Tensor:
         """One sample per draw of "weight" or "bias", [draws, *shape]; without the mean when ``centred``."""
         posterior, mean, source, _ = self.tensor(op, which)
         key = f"{source}.centred" if centred else source
-        if frame.draw is not None and key in frame.draw.prefilled:
-            return frame.draw.prefilled[key]
+        known = frame.ahead(key)
+        if known is not None:
+            return known
 
         def plain() -> Tensor:
             spread = posterior(mean) if posterior is not None else d.Delta(mean)
@@ -114,10 +120,10 @@ class SampledRule(Rule):
             return frame.noise_like("normal", source, *like, per_example=False).flatten(0, 2)
 
         def in_one() -> Tensor:
-            known = Byproduct([source], [raw], [prior], [owner])
-            (value,) = sample_weights(known, [frame.once(f"{source}.noise", noise)], [centred])
+            left = Byproduct([source], [raw], [prior], [owner])
+            (value,) = sample_weights(left, [frame.once(f"{source}.noise", noise)], [centred])
             if frame.draw is not None and torch.is_grad_enabled():
-                frame.draw.byproducts[source] = known
+                frame.draw.byproducts[source] = left
             return value
 
         return frame.once(key, in_one)

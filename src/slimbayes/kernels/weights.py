@@ -47,7 +47,9 @@ def ktied_weight(
     ordered = mean.movedim(1, -1) if moved else mean
     if moved:
         log_v = log_v.view(*mean.shape[1:], -1).movedim(0, -2).reshape(log_v.shape)
-    matrix = ordered.reshape(mean.shape[0], -1)
+    # The kernel's results are laid out row by row, and the compiler has to know: what it is given is, too.
+    matrix = ordered.reshape(mean.shape[0], -1).contiguous()
+    log_u, log_v = log_u.contiguous(), log_v.contiguous()
     kernel = _runs(mean) and log_u.shape[1] <= _RANKS
     args = (matrix, log_u, log_v, seed, stream, center, dtype or mean.dtype, form, kernel)
     compiled = torch.compiler.is_compiling()

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from slimbayes import context
-from slimbayes.apply.batched import allowed, run_batched, small, works
+from slimbayes.apply.batched import allowed, kind_of_call, run_batched, small, works
 from slimbayes.apply.grouped import join_members, run_members
 from slimbayes.layers.base import expand_saved
 
@@ -35,7 +35,7 @@ class Ensembled(nn.Module):
     members: int
     ensemble_name: str
     _tensor_names: tuple[str, ...]
-    _batched: dict[bool, bool]  # by training mode
+    _batched: dict[str, bool]  # by kind of call
     _member: tuple[_Member]  # in a tuple, so that torch does not register it as a child of its own child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ class Ensembled(nn.Module):
             return run_batched(use, tensors, rows, args, kwargs, split=not untiled)
 
         whole = frame.components == self.members and (frame.samples == 1 or not untiled)
-        if whole and allowed(self) and self._can_batch(stacked, at_once):
+        if whole and allowed(self) and self._can_batch(kind_of_call(self, args, kwargs), stacked, at_once):
             output = at_once(stacked)
         elif untiled:  # every member on all rows; its samples are copies
             outputs = [call(k, args, kwargs) for k in range(frame.components)]
@@ -71,12 +71,13 @@ class Ensembled(nn.Module):
             output = run_members(call, frame.components, rows, args, kwargs)
         return output if late is None else late.result(output)
 
-    def _can_batch(self, stacked: dict[str, Tensor], run: Callable[[dict[str, Tensor]], Any]) -> bool:
-        """Whether the members run as one batched network, tried once in each mode."""
-        if self.training not in self._batched:
-            fits = small(self, self._member[0].original) and works(self, stacked, run)
-            self._batched[self.training] = fits
-        return self._batched[self.training]
+    def _can_batch(
+        self, kind: str, stacked: dict[str, Tensor], run: Callable[[dict[str, Tensor]], Any]
+    ) -> bool:
+        """Whether the members run as one batched network, tried once for each kind of call."""
+        if kind not in self._batched:
+            self._batched[kind] = small(self, self._member[0].original) and works(self, stacked, run)
+        return self._batched[kind]
 
     def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         for leaf in pytree.tree_leaves((args, kwargs)):

@@ -90,7 +90,10 @@ def test_recomputed_layers_see_the_noise_of_their_own_draw(method, reentrant):
         assert find_record(model).checkpointed and not find_record(other).checkpointed
 
 
-@pytest.mark.skipif(not context.SEES_CHECKPOINTS, reason="before torch 2.7 nothing is sampled ahead")
+@pytest.mark.skipif(
+    not context.SEES_CHECKPOINTS,
+    reason="this version of torch cannot tell checkpointing: nothing is sampled ahead",
+)
 def test_nothing_is_kept_after_the_draw():
     model = sb.bayesianize(Net().to(F64), sb.MeanField())
     sb.draw(model, X)

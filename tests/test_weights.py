@@ -219,7 +219,10 @@ def test_the_plain_paths_numbers(name, work):
     assert_twins(work, network(METHODS[name]))
 
 
-@pytest.mark.skipif(not context.SEES_CHECKPOINTS, reason="before torch 2.7 nothing is sampled ahead")
+@pytest.mark.skipif(
+    not context.SEES_CHECKPOINTS,
+    reason="this version of torch cannot tell checkpointing: nothing is sampled ahead",
+)
 def test_the_means_keep_no_second_use():
     """The KL takes over what the draw left, once, and a copy of the model takes nothing along."""
     model = network(sb.MeanField())

@@ -18,7 +18,7 @@ from slimbayes.tracing import constant
 
 NOISE_MODES = ("example", "shared", "mean")
 
-# Who sees what autograd keeps; None before torch 2.7. Activation checkpointing is one of those who do.
+# Who sees what autograd keeps; None in torch 2.6. Activation checkpointing is one of those who do.
 _HOOKS: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 SEES_CHECKPOINTS = _HOOKS is not None
 

@@ -147,7 +147,7 @@ def test_all_factors_at_once_have_the_layers_own_moments(monkeypatch: pytest.Mon
     draw = Draw(2, 1, 20_000)
     bulk.prefill(groups, draw)
     for source, factor in zip(groups[0].sources, groups[0].factors, strict=True):
-        value = draw.cache[source]
+        value = draw.prefilled[source]
         assert value.shape == (2, 1, 20_000, factor.loc.shape[1])
         z = (value[:, 0] - factor.loc[:, None]) / factor().scale[:, None]
         assert float(z.mean(1).abs().max()) < 0.04 and float((z.var(1) - 1).abs().max()) < 0.06

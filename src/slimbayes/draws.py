@@ -140,7 +140,7 @@ def draw_flat(
     if check_rows:
         now.rows_seen = {}
     args, kwargs = flat.tile(draws)
-    _prefill(model, flat, now)
+    _prefill(model, record, flat, now)
     with activate(now):
         output = model(*args, **kwargs)
     if check_rows:
@@ -150,9 +150,9 @@ def draw_flat(
     return _unfold(output, draws, flat.batch)
 
 
-def _prefill(model: nn.Module, flat: FlatInputs, now: Draw) -> None:
+def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw) -> None:
     now.gradients = torch.is_grad_enabled()
-    again = find_record(model).checkpointed or not SEES_CHECKPOINTS
+    again = record.checkpointed or not SEES_CHECKPOINTS
     if now.gradients and again and not torch.compiler.is_compiling():
         return
     if any([isinstance(leaf, Tensor) and leaf.device.type in DEVICES for leaf in flat.leaves]):
@@ -198,7 +198,7 @@ def _late(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, evaluat
     args, kwargs = flat.tile(1)
     try:
         late = replace(now, late=plan, cache={}, calls={}, log_probs={}, byproducts={}, noises={})
-        _prefill(model, flat, late)
+        _prefill(model, record, flat, late)
         with activate(late):
             output = plan.finish(model(*args, **kwargs), now.components * now.samples)
     except Exception as error:

@@ -18,7 +18,7 @@ from slimbayes.kernels.launch import INTERPRETED, available
 _LARGEST = 2**31 - 2**24  # offsets inside a matrix are 32-bit
 _RANKS = 10  # columns of A and B, each of which has its own registers
 # The Triton of older versions cannot carry tuples through a loop.
-_TUPLES = INTERPRETED or torch.torch_version.TorchVersion(torch.__version__) >= "2.8"
+_TUPLES = INTERPRETED or [int(part) for part in str(torch.__version__).split(".")[:2]] >= [2, 8]
 
 
 def thin_local(

@@ -21,6 +21,7 @@ class FastPaths:
     members: the members of a small deep ensemble as one batched network.
     late: what comes before the first random layer is computed once, not once per draw.
     triton: hand-written GPU kernels.
+    native: CPU kernels in C, where they were compiled.
     """
 
     noise: bool = True
@@ -32,12 +33,15 @@ class FastPaths:
     members: bool = True
     late: bool = True
     triton: bool = True
+    native: bool = True
 
 
 def _from_environment() -> FastPaths:
-    """All on, or all off with SLIMBAYES_FAST=0."""
+    """All on, or all off with SLIMBAYES_FAST=0; SLIMBAYES_NATIVE=0 turns off that one."""
     on = os.environ.get("SLIMBAYES_FAST", "1") != "0"
-    return FastPaths(**{field.name: on for field in fields(FastPaths)})
+    found = FastPaths(**{field.name: on for field in fields(FastPaths)})
+    found.native = on and os.environ.get("SLIMBAYES_NATIVE", "1") != "0"
+    return found
 
 
 paths = _from_environment()

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slimbayes import fast, rawnoise
+from slimbayes import fast, native, rawnoise
 from slimbayes.keyed import keyed_noise
 
 KINDS = ("normal", "uniform", "sign", "cauchy")
 
 # Fewer numbers than this are made faster by torch's own generator; a sign is one bit, so they pay earlier.
 _FEWEST = {"normal": 1 << 16, "uniform": 1 << 15, "cauchy": 1 << 15, "sign": 1 << 12}
+_FEWEST_NATIVE = 1 << 11
 _FEWEST_COMPILED = {"normal": 1 << 13, "uniform": 1 << 12, "cauchy": 1 << 12, "sign": 1 << 11}
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -43,10 +44,14 @@ def fresh_noise(kind: str, size: tuple[int, ...], dtype: torch.dtype, device: to
                 seed = torch.randint(1 << 62, (1,), device=device)
                 made: Tensor = noise(seed, kind, size, dtype)
                 return made
-        elif count >= _FEWEST[kind] and device.type == "cpu" and not transformed():
+        elif device.type == "cpu" and count >= _fewest(kind) and not transformed():
             seed_of_all = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
             return _on_cpu(seed_of_all, kind, size, dtype)
     return _plain(kind, size, dtype, device)
+
+
+def _fewest(kind: str) -> int:
+    return _FEWEST[kind] if native.library() is None else _FEWEST_NATIVE
 
 
 def transformed() -> bool:
@@ -72,7 +77,8 @@ def _plain(kind: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.d
 
 def _on_cpu(seed: int, kind: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     out = torch.empty(size, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device="cpu")
-    rawnoise.fill(out.view(-1).numpy(), kind, seed)
+    if out.dtype == torch.float64 or not native.noise(out, kind, seed, KINDS.index(kind)):
+        rawnoise.fill(out.view(-1).numpy(), kind, seed)
     if dtype.itemsize > 2:
         return out
     if kind == "uniform":

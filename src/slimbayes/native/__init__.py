@@ -1,0 +1,82 @@
+"""CPU kernels in C, compiled when slimbayes is installed; where there is no compiler the rest does without.
+
+They make noise in the registers that use it, as the Triton kernels do on a GPU. ``SLIMBAYES_NATIVE=0`` or
+``sb.fast_paths(native=False)`` turns them off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slimbayes import fast
+
+KINDS = ("normal", "uniform", "cauchy", "sign")  # in the order of noise.c
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_UINT, _ULONG, _FLOAT = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
+_ARGUMENTS: dict[str, list[type[ctypes._SimpleCData]]] = {  # type: ignore[type-arg]
+    "slimbayes_use_threads": [_POINTER],
+    "slimbayes_noise": [_POINTER, _LONG, _INT, _ULONG, _UINT, _INT],
+}
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where there are none or they are turned off."""
+    return _load() if fast.paths.native else None
+
+
+@cache
+def _load() -> ctypes.CDLL | None:
+    path = Path(__file__).with_name("_kernels" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
+    if not path.exists():
+        return None
+    try:
+        found = ctypes.CDLL(str(path))
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = arguments, None
+    except (OSError, AttributeError):  # of another machine, or of other sources than these
+        return None
+    found.slimbayes_use_threads(_openmp())
+    return found
+
+
+def _openmp() -> int | None:
+    """Where the OpenMP library that torch has loaded starts its threads; None if there is another kind or none."""
+    for path in sorted(Path(torch.__file__).with_name("lib").glob("libgomp*.so*")):
+        try:
+            return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def noise(out: Tensor, kind: str, seed: int, stream: int = 0) -> bool:
+    """Fill a contiguous float32 tensor on the CPU with standard noise; False if there are no kernels to do it.
+
+    The numbers are a function of kind, seed and stream alone: for i and j 32-bit words of SFC32,
+
+        "normal"   √(−2 log u) times cos πt and sin πt, u = (⌊i/2⌋ + ½)/2³¹, t = j/2³¹ (Box and Muller 1958)
+        "uniform"  ⌊i/2⁸⌋/2²⁴, in [0, 1)
+        "cauchy"   cot(π(i + ½)/2³²), i signed
+        "sign"     +1 or −1 by the uppermost bit of i
+
+    >>> a, b = torch.zeros(3), torch.zeros(5)
+    >>> noise(a, "normal", 7) == noise(b, "normal", 7)
+    True
+    >>> torch.equal(a, b[:3])
+    True
+    """
+    kernels = library()
+    if kernels is None:
+        return False
+    kernels.slimbayes_noise(
+        out.data_ptr(), out.numel(), KINDS.index(kind), seed, stream, torch.get_num_threads()
+    )
+    return True

@@ -174,7 +174,7 @@ def test_compiled_mode(monkeypatch, phase):
         pytest.skip("this torch cannot compile the context managers of predict; the failure is recorded")
     real = torch.compile
     monkeypatch.setattr(torch, "compile", partial(real, backend="eager"))
-    monkeypatch.setattr(worker, "_warm_compiler", lambda device: None)
+    monkeypatch.setattr(worker, "warm_compiler", lambda device: None)
     monkeypatch.setattr(cases.sb, "compile", partial(real, backend="eager"), raising=False)
     found = measure(Job("own", "tiny", phase, "compiled", ("rank1", "ktied-local"), rounds=1, seconds=0.0))
     for cell in found:

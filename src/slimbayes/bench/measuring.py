@@ -83,7 +83,7 @@ def interleave(
     """
     found = Rounds(times={case.name: [] for case in cases})
     every: dict[str, list[float]] = {case.name: [] for case in cases}
-    steps = {case.name: _steps(case, seconds, device) for case in cases}
+    steps = {case.name: steps_for(case, seconds, device) for case in cases}
     order, shuffle = list(cases), random.Random(0)
     longest = 0.0
     for attempt in range(2 * rounds):
@@ -96,7 +96,7 @@ def interleave(
         current = {}
         for case in list(order):
             try:
-                current[case.name] = _timed(case, steps[case.name], device)
+                current[case.name] = timed(case, steps[case.name], device)
             except Exception as error:
                 found.failures[case.name] = describe(error)
                 order.remove(case)
@@ -115,12 +115,13 @@ def interleave(
     return found
 
 
-def _steps(case: Case, seconds: float, device: torch.device) -> int:
+def steps_for(case: Case, seconds: float, device: torch.device) -> int:
     """How many steps last so long, from the faster of two."""
-    return max(1, math.ceil(seconds / max(min(_timed(case, 1, device) for _ in range(2)), 1e-6)))
+    return max(1, math.ceil(seconds / max(min(timed(case, 1, device) for _ in range(2)), 1e-6)))
 
 
-def _timed(case: Case, steps: int, device: torch.device) -> float:
+def timed(case: Case, steps: int, device: torch.device) -> float:
+    """Seconds per step."""
     _wait(device)
     begun = time.perf_counter()
     for _ in range(steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -10,11 +11,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from slimbayes.bench.beside import measure_beside
 from slimbayes.bench.results import BenchError, Cell, Results, read_results
 from slimbayes.bench.settings import (
     CONTENDERS,
@@ -120,9 +123,13 @@ def run_bench(
         left = None if config.budget is None else config.budget - (time.monotonic() - begun)
         if left is not None and left < 10:
             break
-        cells, where = _measured(
-            job, left, config.peers if job.group == "peers" and config.peers else python, say
-        )
+        chosen = config.peers if job.group == "peers" and config.peers else python
+        if config.beside:
+            cells, where = measure_beside(
+                replace(job, budget=left), chosen, environment(job), functools.partial(say, job)
+            )
+        else:
+            cells, where = _measured(job, left, chosen, say)
         if cells:
             run = {
                 "created": now(), "command": command(), "commit": commit(), "threads": config.threads, **where,

@@ -225,7 +225,8 @@ class BenchConfig:
     """What one call measures, and how.
 
     ``rounds`` are good rounds wanted per contender; ``seconds`` the least time one timing lasts; ``peers`` the Python
-    of the peers' environment; ``budget`` the seconds after which the run stops cleanly, to be continued.
+    of the peers' environment; ``budget`` the seconds after which the run stops cleanly, to be continued; ``beside``
+    gives every contender a process of its own, which compiles while the others do.
 
     >>> BenchConfig(networks=("mlp",)).networks
     ('mlp',)
@@ -241,6 +242,7 @@ class BenchConfig:
     threads: int = 2
     peers: str | None = None
     budget: float | None = None
+    beside: bool = False
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def measure(job: Job, say: Say = lambda event: None) -> list[Cell]:
     cells: dict[str, Cell] = {}
     needed = slowest = 0.0
     if job.mode != "eager":
-        _warm_compiler(device)
+        warm_compiler(device)
     for name in (REFERENCE, *job.contenders):
         if deadline - time.monotonic() < needed + 1.5 * slowest:
             break
@@ -81,7 +81,7 @@ def measure(job: Job, say: Say = lambda event: None) -> list[Cell]:
         start = time.monotonic()
         before = allocated(device)
         try:
-            case, cell, step_seconds = _ready(name, job, device, before)
+            case, cell, step_seconds = make_ready(name, job, device, before)
         except Exception as error:
             cells[name] = {"error": describe(error)}
             _forget(device)
@@ -118,7 +118,7 @@ def measure(job: Job, say: Say = lambda event: None) -> list[Cell]:
     return with_ratios([{**where, "method": name, **cell} for name, cell in cells.items()])
 
 
-def _ready(name: str, job: Job, device: torch.device, before: int) -> tuple[Case, Cell, float]:
+def make_ready(name: str, job: Job, device: torch.device, before: int) -> tuple[Case, Cell, float]:
     """A case past its first steps, what is known of it, and how long a step takes."""
     with _fresh_cache(job.mode):
         start = time.perf_counter()
@@ -158,7 +158,7 @@ def _fresh_cache(mode: str) -> Iterator[None]:
         yield
 
 
-def _warm_compiler(device: torch.device) -> None:
+def warm_compiler(device: torch.device) -> None:
     """Load the compiler, raise its limits, and let it compile something: no contender pays for that."""
     import torch._dynamo
     import torch._inductor.config
@@ -187,12 +187,7 @@ def _forget(device: torch.device) -> None:
 def main(job_path: str, result_path: str) -> None:
     """Measure a job and write its cells."""
     job = Job.from_json(Path(job_path).read_text())
-    if job.device == "cpu" and hasattr(os, "sched_setaffinity"):
-        # Cores for the process, not one for each thread: threads that a contender starts would inherit one core.
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[: job.threads])
-    torch.set_num_threads(job.threads)
-    torch.backends.cudnn.benchmark = True
+    settle(job)
 
     def say(event: dict[str, Any]) -> None:
         print(MARK + json.dumps(event), flush=True)
@@ -202,7 +197,27 @@ def main(job_path: str, result_path: str) -> None:
     write_whole(result_path, json.dumps({"cells": cells, "where": where}))
 
 
-def _end_with_parent() -> None:  # pragma: no cover - in workers only
+def settle(job: Job) -> None:
+    """Give this process its threads and cores."""
+    if job.device == "cpu" and hasattr(os, "sched_setaffinity"):
+        # Cores for the process, not one for each thread: threads that a contender starts would inherit one core.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[: job.threads])
+    torch.set_num_threads(job.threads)
+    torch.backends.cudnn.benchmark = True
+
+
+def warm_up(job: Job, device: torch.device) -> None:
+    """Two eager steps of the deterministic network, in which libraries choose the algorithms of its layers."""
+    case = build(REFERENCE, NETWORKS[job.network], job.phase, "eager", device)
+    for _ in range(2):
+        case.step()
+    allocated(device)
+    del case
+    _forget(device)
+
+
+def end_with_parent() -> None:  # pragma: no cover - in workers only
     """Leave when the process that asked for figures is gone: nobody would read them."""
     parent = os.getppid()
 
@@ -215,7 +230,7 @@ def _end_with_parent() -> None:  # pragma: no cover - in workers only
 
 
 if __name__ == "__main__":
-    _end_with_parent()
+    end_with_parent()
     with tempfile.TemporaryDirectory() as scratch:  # kernels that no later run may find
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", scratch)
         main(*sys.argv[1:])

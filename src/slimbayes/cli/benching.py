@@ -56,6 +56,13 @@ def bench(
         float | None,
         typer.Option("--budget", metavar="SECONDS", help="Stop cleanly by then; the next call goes on."),
     ] = None,
+    beside: Annotated[
+        bool,
+        typer.Option(
+            "--beside",
+            help="Compile the contenders side by side, each in a process of its own; first steps are not timed then.",
+        ),
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="The MLP, eager, five rounds: a minute on a laptop.")
     ] = False,
@@ -92,6 +99,7 @@ def bench(
         threads=threads or min(2, _cores()),
         peers=peers,
         budget=budget,
+        beside=beside,
     )
     results = run_bench(config, path, fresh, _progress(quiet))
     print_table(results, screen)

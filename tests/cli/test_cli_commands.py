@@ -60,6 +60,7 @@ def test_version_of_the_module():
 def test_info(slimbayes, tmp_path):
     text = slimbayes("info", "--data-root", tmp_path).out
     assert torch.__version__ in text and "digits" in text and "Extras" in text and "cifar10" in text
+    assert "CPU kernels" in text
 
 
 def test_compare_writes_results_and_page(slimbayes, tmp_path):

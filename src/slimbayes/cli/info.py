@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from slimbayes import native
 from slimbayes.data import find_root, found
 from slimbayes.provenance import commit, hardware, versions
 
@@ -28,6 +29,7 @@ def show(screen: Console, data_root: str | None) -> None:
     screen.print(f"commit {commit() or 'none: an installed package'}")
     screen.print("  ".join(f"{name} {version}" for name, version in versions().items()))
     screen.print(hardware())
+    screen.print(native.state())
     if not torch.cuda.is_available() and torch.backends.mps.is_available():
         screen.print("Apple GPU (mps)")
     table = Table(title="Extras", title_justify="left")

@@ -31,6 +31,19 @@ def library() -> ctypes.CDLL | None:
     return _load() if fast.paths.native else None
 
 
+def state() -> str:
+    """In words, whether there are kernels, and if not what to do.
+
+    >>> state().startswith("CPU kernels")
+    True
+    """
+    if not fast.paths.native:
+        return "CPU kernels: turned off (SLIMBAYES_NATIVE or SLIMBAYES_FAST)"
+    if _load() is None:
+        return "CPU kernels: not compiled; with a C compiler at hand, install slimbayes again"
+    return "CPU kernels: compiled" + ("" if _openmp() else ", one thread: torch has no GNU OpenMP")
+
+
 @cache
 def _load() -> ctypes.CDLL | None:
     path = Path(__file__).with_name("_kernels" + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))

@@ -279,7 +279,7 @@ TARGETS = (
     Target("cuda", _BIG, "train", "eager", ("rank1", "rank1-cauchy"), 1.25),
     Target("cuda", _BIG, "train", "compiled", ("rank1", "rank1-cauchy"), 1.10, "memory"),
     Target("cuda", ("mlp-4096",), "train", "compiled", ("ktied-shared", "ktied-local"), 1.15, "memory"),
-    Target("cuda", ("wrn-28-10",), "train", "graphs", ("rank1", "rank1-cauchy"), 1.3, "first"),
+    Target("cuda", ("wrn-28-10",), "train", "compiled", ("rank1", "rank1-cauchy"), 1.3, "first"),
     Target("cuda", _ALL, "predict", "compiled", tuple(CONTENDERS), 1.05),
     Target("cuda", ("lenet",), "small", "compiled", ("rank1",), 1.3),
     Target("cuda", ("lenet",), "small", "compiled", ("ktied-local",), 1.5),

@@ -8,12 +8,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import slimbayes as sb
-from slimbayes import compiling
+from slimbayes import compiling, fusing
 from slimbayes.apply import bulk
 from slimbayes.models import WideResNet
-from slimbayes.models.resnet import resnet18
+from slimbayes.models.resnet import resnet18, resnet50
 
-NETWORKS = {"wrn": (lambda: WideResNet(10, 1, 10), 16), "resnet": (lambda: resnet18(10), 64)}
+NETWORKS = {
+    "wrn": (lambda: WideResNet(10, 1, 10), 16),
+    "deep wrn": (lambda: WideResNet(16, 1, 10, "activated"), 16),
+    "resnet": (lambda: resnet18(10), 64),
+    "bottleneck": (lambda: resnet50(10), 32),
+}
+FUSED = (fusing.NORM_ROWS, fusing.SUM_NORM_ROWS, fusing.NORM_SUM_ROWS)
 METHODS = {"batchensemble": sb.BatchEnsemble(components=2), "rank1": sb.Rank1(components=2)}
 
 
@@ -30,7 +36,7 @@ def run(network: str, method: str, fuse: bool):
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> object:
         if fuse:
-            found.append(compiling.fuse_norms(module.graph, ("cpu",)))
+            found.append(fusing.fuse_norms(module.graph, ("cpu",)))
             module.recompile()
         found.append([node.target for node in module.graph.nodes])
         return module.forward
@@ -45,13 +51,22 @@ def run(network: str, method: str, fuse: bool):
     return value.detach(), gradients, dict(model.named_buffers()), found
 
 
-@pytest.mark.parametrize("network, method", [("wrn", "rank1"), ("resnet", "batchensemble")])
-def test_one_operation_gives_the_same_step(network: str, method: str) -> None:
+@pytest.mark.parametrize(
+    "network, method, counts",
+    [
+        ("wrn", "rank1", (4, 3, 0)),  # the sums in front of the blocks' first norms and of the last
+        ("deep wrn", "batchensemble", (7, 6, 0)),
+        ("resnet", "batchensemble", (12, 0, 8)),  # the sums behind the blocks' last norms
+        ("bottleneck", "rank1", (37, 0, 16)),
+    ],
+)
+def test_one_operation_gives_the_same_step(network: str, method: str, counts: tuple[int, ...]) -> None:
     value, gradients, buffers, found = run(network, method, True)
     expected, wanted, kept, plain = run(network, method, False)
     norms = plain[0].count(F.batch_norm)
-    assert found[0] >= norms - 1 and found[1].count(F.batch_norm) == norms - found[0]
-    assert found[1].count(compiling.norm_rows) == found[0]
+    assert found[0] == sum(counts) and found[1].count(F.batch_norm) == norms - found[0]
+    assert tuple(found[1].count(function) for function in FUSED) == counts
+    assert found[1].count(fusing.follow_all) == 1 and found[1].count(fusing.follow) == 0
     torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
     for name, buffer in kept.items():  # running statistics and the count of batches
         torch.testing.assert_close(buffers[name], buffer, rtol=1e-9, atol=1e-9, msg=name)
@@ -67,7 +82,7 @@ def test_networks_without_factors_are_left_alone() -> None:
     counts = []
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> object:
-        counts.append(compiling.fuse_norms(module.graph, ("cpu",)))
+        counts.append(fusing.fuse_norms(module.graph, ("cpu",)))
         return module.forward
 
     torch.compile(net, backend=backend)(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last))
@@ -83,9 +98,9 @@ def test_evaluation_mode_is_left_alone() -> None:
     product.meta["example_value"] = x.meta["example_value"]
     norm = graph.call_function(F.batch_norm, (product, None, None, f, f, False, 0.1, 1e-5))
     graph.output(norm)
-    assert compiling.fuse_norms(graph, ("cpu",)) == 0
+    assert fusing.fuse_norms(graph, ("cpu",)) == 0
     norm.args = (product, None, None, f, f, True, 0.1, 1e-5)
-    assert compiling.fuse_norms(graph, ("cpu",)) == 1
+    assert fusing.fuse_norms(graph, ("cpu",)) == 1
 
 
 @pytest.mark.parametrize(
@@ -250,3 +265,44 @@ def test_draw_and_kl_of_one_compiled_call_share_the_joined_parameters(
         assert seen[-1].count(torch.ops.slimbayes.join) == joins
         assert all(p.grad is not None for name, p in model.named_parameters() if ".bayes." in name)
     assert bulk.JOINS.made == [] and not bulk.JOINS.rules
+
+
+@pytest.mark.parametrize("clip", [None, 1.2])
+def test_point_factors_of_all_convolutions_are_repeated_at_once(
+    clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "DEVICES", ("cpu",))
+    monkeypatch.setattr("slimbayes.draws.DEVICES", ("cpu",))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(32, 3))
+    model = sb.bayesianize(net, sb.Rank1(components=2, posterior="delta", random_sign_init=-0.5, clip=clip))
+    x = torch.randn(5, 3, 8, 8)
+    seen: list[object] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list) -> object:
+        seen.append([node.target for node in module.graph.nodes].count(torch.ops.slimbayes.factors))
+        assert all(node.users for node in module.graph.nodes if node.target == "view")  # all parts are read
+        return module.forward
+
+    results = []
+    for fast in (True, False):
+        torch._dynamo.reset()
+        model.zero_grad()
+        with sb.fast_paths(factors=fast):
+            run = torch.compile(lambda x: sb.draw(model, x).sin().mean(), backend=backend, fullgraph=True)
+            value = run(x)
+            value.backward()
+        results.append((value.detach(), [p.grad.clone() for p in model.parameters()]))
+    assert seen == [1, 0]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+def test_unknown_operations_are_named_in_short(monkeypatch) -> None:
+    """Old versions write out all inputs of an operation, and theirs: for deep residual networks without end."""
+    from torch._inductor import exc
+
+    monkeypatch.setattr(exc.OperatorIssue, "operator_str", exc.OperatorIssue.operator_str)
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    compiling._shorten_messages()
+    error = exc.MissingOperatorWithoutDecomp(torch.ops.aten.relu.default, [torch.zeros(3)], {})
+    assert "aten.relu.default" in str(error) and "tensor" not in str(error)

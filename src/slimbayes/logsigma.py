@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slimbayes import fast
 from slimbayes.noise import transformed
+from slimbayes.ops import operation
 
 SMALLEST = 1 << 20  # elements of a matrix below which passes over them cost less than the calls
 _MOST_NODES = 40
@@ -176,11 +177,7 @@ class _Interpolated(torch.autograd.Function):
         return gradient_u * grad, gradient_v * grad
 
 
-@torch.library.custom_op(
-    "slimbayes::sum_log_sigma",
-    mutates_args=(),
-    schema="(Tensor log_u, Tensor log_v) -> (Tensor, Tensor, Tensor)",
-)
+@operation("sum_log_sigma", "(Tensor log_u, Tensor log_v) -> (Tensor, Tensor, Tensor)")
 def interpolated(log_u: Tensor, log_v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``value_and_gradients`` as one operation of compiled code, where the number of nodes stays free."""
     return value_and_gradients(log_u, log_v)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slimbayes import fast, native, rawnoise
 from slimbayes.keyed import keyed_noise
+from slimbayes.ops import operation
 
 KINDS = ("normal", "uniform", "sign", "cauchy")
 
@@ -90,11 +91,7 @@ def _on_cpu(seed: int, kind: str, size: Sequence[int], dtype: torch.dtype) -> Te
     return out.to(dtype)
 
 
-@torch.library.custom_op(
-    "slimbayes::noise",
-    mutates_args=(),
-    schema="(Tensor seed, str kind, SymInt[] size, ScalarType dtype) -> Tensor",
-)
+@operation("noise", "(Tensor seed, str kind, SymInt[] size, ScalarType dtype) -> Tensor")
 def noise(seed: Tensor, kind: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Standard noise on the seed's device, a pure function of the seed [1]: what compiled code calls."""
     if seed.device.type == "cpu":

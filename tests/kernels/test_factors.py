@@ -12,7 +12,7 @@ from slimbayes import fast_paths
 from slimbayes.kernels import factors
 from slimbayes.posteriors import positive
 
-FAMILIES = ["normal", "cauchy", "lognormal", "halfcauchy"]
+FAMILIES = ["normal", "cauchy", "lognormal", "halfcauchy", "delta"]
 KERNEL = [pytest.param(True, marks=needs_kernels, id="kernel"), pytest.param(False, id="plain")]
 SEED = torch.tensor([1234567890123], device=DEVICE)
 

@@ -74,7 +74,7 @@ def test_plain_twin_equals_torch_layers_in_double_precision(use_r: bool, use_s: 
 
 
 @needs_kernels
-@pytest.mark.parametrize("shape", [(6, 5, 3), (3, 40, 1), (5, 130, 9), (33, 16, 4)])
+@pytest.mark.parametrize("shape", [(6, 5, 3), (3, 40, 1), (5, 130, 9), (33, 16, 4), (2, 64, 16)])
 @pytest.mark.parametrize("use_r, use_s, relu", CASES)
 def test_kernels_equal_torch_layers(
     use_r: bool, use_s: bool, relu: bool, shape: tuple[int, int, int]
@@ -114,3 +114,11 @@ def test_result_keeps_channels_last_whatever_the_input() -> None:
     other, _, _ = run(by_us, d, True, torch.float32)
     assert u.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(u, other)
+
+
+@needs_kernels
+def test_factors_may_lie_in_any_order_in_memory() -> None:
+    d = data(torch.float32)
+    turned = {key: value.t().contiguous().t() if key in "rs" else value for key, value in d.items()}
+    found, expected = (run(by_us, each, True, torch.float32) for each in (turned, d))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -13,9 +13,12 @@ from torch.nn import functional as F
 from slimbayes.kernels import plain
 from slimbayes.kernels.joined import join, part
 from slimbayes.kernels.launch import INTERPRETED, available, ceil_div, launch, power_of_two
+from slimbayes.ops import operation
 from slimbayes.tracing import constant
 
-_NOISE = {"normal": "normal", "lognormal": "normal", "cauchy": "cauchy", "halfcauchy": "cauchy"}
+_NOISE = {
+    "normal": "normal", "lognormal": "normal", "cauchy": "cauchy", "halfcauchy": "cauchy", "delta": "none",
+}  # fmt: skip
 _COLUMNS, _ROWS = 64, 16  # tile of one program: columns, and counters of four rows each
 
 
@@ -31,7 +34,7 @@ def sample_factors(
 ) -> list[Tensor]:
     """f = loc + σ∘ε for every layer, σ = softplus(ρ) + 1e-7, clamped to ±clip: [K, samples, examples, C] each.
 
-    Log-normal: exp(loc + σ∘ε); half-Cauchy: loc + σ∘|ε|. ``seed`` holds one int64 on the device. The
+    Log-normal: exp(loc + σ∘ε); half-Cauchy: loc + σ∘|ε|; delta: loc. ``seed`` holds one int64 on the device. The
     factors are disjoint parts of one tensor; in the backward pass the noise is made again from the seed.
 
     >>> loc, rho = torch.ones(2, 3), torch.full((2, 3), -20.0)
@@ -85,7 +88,7 @@ def _prepare(names: str, device: torch.device) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # for good: CUDA graphs read them where they are
 def _tables(names: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """For every column the first column of its layer, and the layer's width."""
     counts = torch.tensor(_widths(names))
@@ -101,7 +104,7 @@ _SETTINGS = (
 )
 
 
-@torch.library.custom_op("slimbayes::factors", mutates_args=(), schema=f"({_SETTINGS}) -> Tensor")
+@operation("factors", f"({_SETTINGS}) -> Tensor")
 def _factors(
     loc: Tensor,
     rho: Tensor,
@@ -116,7 +119,7 @@ def _factors(
 ) -> Tensor:
     n = samples * examples
     if kernel:
-        return _launch_sample(loc, rho, seed, widths, n, family, clip, dtype)
+        return launch_sample(loc, rho, seed, widths, n, family, clip, dtype)
     parts = []
     for layer, (mean, raw) in enumerate(_layers(loc, rho, widths)):
         value, _, _ = _plain_sample(mean, raw, seed, layer, n, family)
@@ -140,9 +143,7 @@ def _(
     return loc.new_empty(loc.numel() * samples * examples, dtype=dtype)
 
 
-@torch.library.custom_op(
-    "slimbayes::factors_backward", mutates_args=(), schema=f"(Tensor grads, {_SETTINGS}) -> (Tensor, Tensor)"
-)
+@operation("factors_backward", f"(Tensor grads, {_SETTINGS}) -> (Tensor, Tensor)")
 def _factors_backward(
     grads: Tensor,
     loc: Tensor,
@@ -158,7 +159,7 @@ def _factors_backward(
 ) -> tuple[Tensor, Tensor]:
     n = samples * examples
     if kernel:
-        return _launch_grad(grads, loc, rho, seed, widths, n, family, clip)
+        return launch_grad(grads, loc, rho, seed, widths, n, family, clip)
     d_locs, d_rhos, begin = [], [], 0
     for layer, (mean, raw) in enumerate(_layers(loc, rho, widths)):
         value, noise, slope = _plain_sample(mean, raw, seed, layer, n, family)
@@ -191,7 +192,10 @@ def _plain_sample(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The sample [K, n, C] before clipping, its noise, and the slope of the sample in loc (None for 1)."""
     wide = loc.dtype if loc.dtype.itemsize >= 4 else torch.float32
-    noise = plain.draw(_NOISE[family], (loc.shape[0], n, loc.shape[1]), seed, layer, wide)
+    if family == "delta":
+        noise = torch.zeros(loc.shape[0], n, loc.shape[1], dtype=wide, device=loc.device)
+    else:
+        noise = plain.draw(_NOISE[family], (loc.shape[0], n, loc.shape[1]), seed, layer, wide)
     noise = noise.abs() if family == "halfcauchy" else noise
     sigma = F.softplus(rho.to(wide)) + 1e-7
     value = torch.addcmul(loc.to(wide)[:, None], sigma[:, None], noise)
@@ -214,7 +218,7 @@ def _backward(ctx: Any, grads: Tensor) -> tuple[Any, ...]:
 _factors.register_autograd(_backward, setup_context=_setup)
 
 
-def _launch_sample(
+def launch_sample(
     loc: Tensor,
     rho: Tensor,
     seed: Tensor,
@@ -224,6 +228,7 @@ def _launch_sample(
     clip: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
+    """The samples of all layers, flat, by the kernel."""
     from slimbayes.kernels.programs import factors as programs
 
     starts, wide = _tables(widths, loc.device)
@@ -241,7 +246,7 @@ def _launch_sample(
     return out
 
 
-def _launch_grad(
+def launch_grad(
     grads: Tensor,
     loc: Tensor,
     rho: Tensor,
@@ -251,6 +256,7 @@ def _launch_grad(
     family: str,
     clip: float | None,
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of loc and ρ, flat, by the kernel."""
     from slimbayes.kernels.programs import factors as programs
 
     starts, wide = _tables(widths, loc.device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slimbayes.kernels.joined import join
+from slimbayes.ops import operation
 
 
 def factors_kl(
@@ -61,11 +62,7 @@ def _formula(loc: Tensor, rho: Tensor, family: str, prior_loc: float, prior_scal
     return squares * (0.5 / prior_scale**2) - logs + count * (math.log(prior_scale) - 0.5)
 
 
-@torch.library.custom_op(
-    "slimbayes::factors_kl",
-    mutates_args=(),
-    schema="(Tensor loc, Tensor rho, str family, float prior_loc, float prior_scale) -> Tensor",
-)
+@operation("factors_kl", "(Tensor loc, Tensor rho, str family, float prior_loc, float prior_scale) -> Tensor")
 def _kl(
     loc: Tensor, rho: Tensor, family: str, prior_loc: float, prior_scale: float
 ) -> Tensor:  # fmt: skip
@@ -79,10 +76,9 @@ def _(
     return rho.new_empty((), dtype=rho.dtype if rho.dtype.itemsize >= 4 else torch.float32)
 
 
-@torch.library.custom_op(
-    "slimbayes::factors_kl_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor loc, Tensor rho, str family, float prior_loc, float prior_scale)"
+@operation(
+    "factors_kl_backward",
+    "(Tensor grad, Tensor loc, Tensor rho, str family, float prior_loc, float prior_scale)"
     " -> (Tensor, Tensor)",
 )
 def _kl_backward(

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimbayes.ops import operation
+
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
     """All elements one after the other, [Σ numel].
@@ -35,7 +37,7 @@ def part(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-@torch.library.custom_op("slimbayes::join", mutates_args=(), schema="(Tensor[] tensors) -> Tensor")
+@operation("join", "(Tensor[] tensors) -> Tensor")
 def _join(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
@@ -45,9 +47,7 @@ def _(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty(sum([tensor.numel() for tensor in tensors]))
 
 
-@torch.library.custom_op(
-    "slimbayes::part", mutates_args=(), schema="(Tensor flat, SymInt[] sizes) -> Tensor[]"
-)
+@operation("part", "(Tensor flat, SymInt[] sizes) -> Tensor[]")
 def _part(flat: Tensor, sizes: list[int]) -> list[Tensor]:
     # Copies: the outputs of an operation may not share memory.
     pieces = [flat.new_empty(size) for size in sizes]

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+import threading
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ _FOUND = (
 )
 
 
+class _Recorder(threading.local):
+    """Where set, kernels are noted with the kinds of their arguments instead of being started (``warming``)."""
+
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] | None = None
+
+
+RECORDER = _Recorder()
+
+
 def available(device: torch.device) -> bool:
     """True where the kernels run: on CUDA with Triton, or anywhere in Triton's interpreter (for tests).
 
@@ -45,6 +55,10 @@ def launch(kernel: Any, programs: int, where: Tensor, *args: Any, **meta: Any) -
 
     ``args`` are the kernel's tensors and numbers in its own order, ``meta`` its constants and launch options.
     """
+    if RECORDER.calls is not None:
+        kinds = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
+        RECORDER.calls.append((kernel, kinds, meta))
+        return
     device = where.get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slimbayes.kernels import local_launch, plain
 from slimbayes.kernels.launch import INTERPRETED, available
+from slimbayes.ops import CustomOp
 
 _LARGEST = 2**31 - 2**24  # offsets inside a matrix are 32-bit
 _RANKS = 10  # columns of A and B, each of which has its own registers
@@ -147,28 +148,23 @@ def _variance(t: Tensor, b: Tensor, extra: Tensor | None) -> Tensor:
     return product if extra is None else product.add_(extra)
 
 
-_thin_op = torch.library.custom_op(
-    "slimbayes::thin_squares", _thin, mutates_args=(), schema="(Tensor x, Tensor a, bool kernel) -> Tensor"
-)
-_thin_op_backward = torch.library.custom_op(
-    "slimbayes::thin_squares_backward",
+_thin_op = CustomOp("thin_squares", "(Tensor x, Tensor a, bool kernel) -> Tensor", _thin)
+_thin_op_backward = CustomOp(
+    "thin_squares_backward",
+    "(Tensor d_thin, Tensor x, Tensor a, bool kernel, bool wants_x) -> (Tensor, Tensor)",
     _thin_backward,
-    mutates_args=(),
-    schema="(Tensor d_thin, Tensor x, Tensor a, bool kernel, bool wants_x) -> (Tensor, Tensor)",
 )
-_noise_op = torch.library.custom_op(
-    "slimbayes::local_noise",
-    _noise,
-    mutates_args=(),
-    schema="(Tensor y, Tensor t, Tensor b, Tensor? extra, Tensor? bias, Tensor? next_a, Tensor seed, int stream,"
+_noise_op = CustomOp(
+    "local_noise",
+    "(Tensor y, Tensor t, Tensor b, Tensor? extra, Tensor? bias, Tensor? next_a, Tensor seed, int stream,"
     " bool relu, bool kernel) -> (Tensor, Tensor)",
+    _noise,
 )
-_noise_op_backward = torch.library.custom_op(
-    "slimbayes::local_noise_backward",
-    _noise_backward,
-    mutates_args=(),
-    schema="(Tensor grad, Tensor? d_next, Tensor? out, Tensor t, Tensor b, Tensor? extra, Tensor? bias,"
+_noise_op_backward = CustomOp(
+    "local_noise_backward",
+    "(Tensor grad, Tensor? d_next, Tensor? out, Tensor t, Tensor b, Tensor? extra, Tensor? bias,"
     " Tensor? next_a, Tensor seed, int stream, bool relu, bool kernel) -> (Tensor, Tensor, Tensor, Tensor)",
+    _noise_backward,
 )
 
 

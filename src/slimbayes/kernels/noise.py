@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slimbayes.kernels import plain
 from slimbayes.kernels.launch import INTERPRETED, available, ceil_div, launch
+from slimbayes.ops import CustomOp
 
 KINDS = ("normal", "uniform", "sign", "cauchy")
 _BLOCK = 512
@@ -71,9 +72,7 @@ def _words(seed: Tensor, count: int) -> Tensor:
     return out
 
 
-_words_op = torch.library.custom_op(
-    "slimbayes::random_words", _words, mutates_args=(), schema="(Tensor seed, SymInt count) -> Tensor"
-)
+_words_op = CustomOp("random_words", "(Tensor seed, SymInt count) -> Tensor", _words)
 
 
 @_words_op.register_fake

@@ -7,13 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.kernels.launch import available, ceil_div, launch, power_of_two
-
-_TILE, _WIDTH = 4096, 64  # elements of one tile, and channels of it
-_SWEEP: dict[str, int] = {"STAGES": 3}  # how the sweeps that only read are pipelined
-_ROWS, _COLUMNS = 256, 8  # tile of the programs over [R, C]: few channels each, to have many programs
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LAST = torch.channels_last
+from slimbayes.kernels.launch import ceil_div, launch
+from slimbayes.kernels.norm_launch import (
+    LAST,
+    dense,
+    fake_statistics,
+    fits,
+    gradient_sums,
+    like,
+    moments,
+    piece_moments,
+    small_gradients,
+    tile,
+)
+from slimbayes.ops import operation
 
 
 def norm_rows(
@@ -42,43 +49,81 @@ def norm_rows(
     True
     """
     u, mean, var, _, _ = torch.ops.slimbayes.norm_rows(y, r, weight, bias, s, eps, relu)
+    follow(running_mean, running_var, mean, var, y, momentum)
+    return u  # type: ignore[no-any-return]
+
+
+def follow(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    image: Tensor,
+    momentum: float,
+) -> None:
+    """Move the running statistics towards those of an image [R, C, ...], as torch's BatchNorm does."""
+    count = values_per_channel(image)
     with torch.no_grad():
-        count = y.numel() // y.shape[1]
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
             running_var.lerp_((var * (count / max(count - 1, 1))).to(running_var.dtype), momentum)
-    return u  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("slimbayes::norm_rows", mutates_args=())
-def _norm_rows(
+def follow_all(
+    running: list[Tensor], values: list[Tensor], images: list[Tensor | None], momenta: list[float]
+) -> None:
+    """Move many running statistics at once: two kernels in place of two for every norm.
+
+    Towards the value, or where there is an image of n values per channel towards value·n/(n − 1): a variance.
+
+    >>> mean, var = torch.zeros(3), torch.zeros(3)
+    >>> follow_all([mean, var], [torch.ones(3)] * 2, [None, torch.zeros(2, 3, 1, 1)], [0.1, 0.1])
+    >>> mean, var
+    (tensor([0.1000, 0.1000, 0.1000]), tensor([0.2000, 0.2000, 0.2000]))
+    """
+    counts = [0 if image is None else values_per_channel(image) for image in images]
+    torch.ops.slimbayes.follow([each.detach() for each in running], values, counts, momenta)
+
+
+def values_per_channel(image: Tensor) -> int:
+    """n of [R, C, ...]; a symbol while the compiler does not know it."""
+    return image.numel() // image.shape[1]
+
+
+@torch.library.custom_op(
+    "slimbayes::follow",
+    mutates_args=("running",),
+    schema="(Tensor(a!)[] running, Tensor[] values, SymInt[] counts, float[] momenta) -> ()",
+)
+def _follow(running: list[Tensor], values: list[Tensor], counts: list[int], momenta: list[float]) -> None:
+    targets = torch._foreach_mul(values, [n / max(n - 1, 1) if n else 1.0 for n in counts])
+    for momentum in dict.fromkeys(momenta):
+        chosen = [at for at, own in enumerate(momenta) if own == momentum]
+        torch._foreach_lerp_([running[at] for at in chosen], [targets[at] for at in chosen], momentum)
+
+
+@_follow.register_fake
+def _(running: list[Tensor], values: list[Tensor], counts: list[int], momenta: list[float]) -> None:
+    return None
+
+
+def run(
     y: Tensor, r: Tensor | None, weight: Tensor, bias: Tensor, s: Tensor | None, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(u, mean, variance, mean of each row [R, C], its sum of squared deviations [R, C])."""
-    rows, channels = y.shape[:2]
-    positions = y.numel() // (rows * channels)
-    if not _fits(y):
+    """(u, mean, variance, mean of each piece of a row [R·S, C], its sum of squared deviations [R·S, C])."""
+    if not fits(y):
         return _plain(y, r, weight, bias, s, eps, relu)
     from slimbayes.kernels.programs import norm as programs
 
-    y = y.contiguous(memory_format=_LAST)
-    row_mean = torch.empty(rows, channels, dtype=torch.float32, device=y.device)
-    row_m2 = torch.empty_like(row_mean)
-    mean = torch.empty(channels, dtype=torch.float32, device=y.device)
-    var = torch.empty_like(mean)
+    rows, channels = y.shape[:2]
+    positions = y.numel() // (rows * channels)
+    y = y.contiguous(memory_format=LAST)
+    mean, var, row_mean, row_m2 = moments(y, r)
     u = torch.empty_like(y)
-    bp, bc = _tile(channels)
+    bp, bc = tile(channels)
     has_r, has_s = int(r is not None), int(s is not None)
-    r_, s_ = _dense(r, row_mean), _dense(s, row_mean)
-    launch(
-        programs.moments, rows * ceil_div(channels, bc), y,
-        y, row_mean, row_m2, positions, channels, BP=bp, BC=bc, **_SWEEP,
-    )  # fmt: skip
-    launch(
-        programs.statistics, ceil_div(channels, _COLUMNS), y,
-        row_mean, row_m2, r_, mean, var, rows, positions, channels, has_r, BR=_ROWS, BC=_COLUMNS,
-    )  # fmt: skip
+    r_, s_ = dense(r, y), dense(s, y)
     launch(
         programs.normalize, rows * ceil_div(positions, bp) * ceil_div(channels, bc), y,
         y, r_, s_, mean, var, weight, bias, u, positions, channels, eps, has_r, has_s, int(relu),
@@ -87,48 +132,38 @@ def _norm_rows(
     return u, mean, var, row_mean, row_m2
 
 
+@operation(
+    "norm_rows",
+    "(Tensor y, Tensor? r, Tensor weight, Tensor bias, Tensor? s, float eps, bool relu) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _norm_rows(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return run(*inputs)
+
+
 @_norm_rows.register_fake
-def _(
-    y: Tensor, r: Tensor | None, weight: Tensor, bias: Tensor, s: Tensor | None, eps: float, relu: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(y.dtype, torch.float32)
-    rows = y.new_empty(y.shape[:2], dtype=wide)
-    channels = y.new_empty(y.shape[1], dtype=wide)
-    u = torch.empty_like(y, memory_format=_LAST)
-    return u, channels, torch.empty_like(channels), rows, torch.empty_like(rows)
+def _(y: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(y, memory_format=LAST), *fake_statistics(y)
 
 
-@torch.library.custom_op("slimbayes::norm_rows_backward", mutates_args=())
-def _norm_rows_backward(
+def run_backward(
     g: Tensor, y: Tensor, r: Tensor | None, weight: Tensor, bias: Tensor, s: Tensor | None,
     mean: Tensor, var: Tensor, row_mean: Tensor, row_m2: Tensor, eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of (y, r, weight, bias, s); an absent factor's is empty."""
-    rows, channels = y.shape[:2]
-    positions = y.numel() // (rows * channels)
-    if not _fits(y):
-        return _plain_backward(g, y, r, weight, bias, s, mean, var, eps, relu)
+    if not fits(y):
+        return plain_backward(g, y, r, weight, bias, s, mean, var, eps, relu)
     from slimbayes.kernels.programs import norm as programs
 
-    y, g = y.contiguous(memory_format=_LAST), g.contiguous(memory_format=_LAST)
-    sums = torch.empty(2, rows, channels, dtype=torch.float32, device=y.device)
+    rows, channels = y.shape[:2]
+    positions = y.numel() // (rows * channels)
+    y, g = y.contiguous(memory_format=LAST), g.contiguous(memory_format=LAST)
+    sums = gradient_sums(g, y, r, weight, bias, mean, var, row_mean, eps, relu)
+    gr, gw, gb, gs = small_gradients(sums, y, r, weight, bias, s, mean, var, row_mean, row_m2, eps)
     gy = torch.empty_like(y)
-    gw, gb = torch.empty_like(mean), torch.empty_like(mean)
     has_r, has_s = int(r is not None), int(s is not None)
-    gr = y.new_empty(0) if r is None else torch.empty_like(r)
-    gs = y.new_empty(0) if s is None else torch.empty_like(s)
-    r_, s_ = _dense(r, row_mean), _dense(s, row_mean)
-    bp, bc = _tile(channels)
-    launch(
-        programs.gradient_sums, rows * ceil_div(channels, bc), y,
-        g, y, r_, row_mean, mean, var, weight, bias, sums, positions, channels, eps, rows * channels,
-        has_r, int(relu), BP=bp, BC=bc, **_SWEEP,
-    )  # fmt: skip
-    launch(
-        programs.gradients, ceil_div(channels, _COLUMNS), y,
-        sums, row_mean, row_m2, r_, s_, mean, var, weight, bias, gr, gs, gw, gb,
-        rows, positions, channels, eps, rows * channels, has_r, has_s, BR=_ROWS, BC=_COLUMNS,
-    )  # fmt: skip
+    r_, s_ = dense(r, y), dense(s, y)
+    bp, bc = tile(channels)
     launch(
         programs.gradient, rows * ceil_div(positions, bp) * ceil_div(channels, bc), y,
         g, y, r_, s_, mean, var, weight, bias, gw, gb, gy, rows, positions, channels, eps,
@@ -137,14 +172,22 @@ def _norm_rows_backward(
     return gy, gr, gw, gb, gs
 
 
+@operation(
+    "norm_rows_backward",
+    "(Tensor g, Tensor y, Tensor? r, Tensor weight, Tensor bias, Tensor? s, Tensor mean, Tensor var, "
+    "Tensor row_mean, Tensor row_m2, float eps, bool relu) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _norm_rows_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return run_backward(*inputs)
+
+
 @_norm_rows_backward.register_fake
 def _(
     g: Tensor, y: Tensor, r: Tensor | None, weight: Tensor, bias: Tensor, s: Tensor | None,
     mean: Tensor, var: Tensor, row_mean: Tensor, row_m2: Tensor, eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    gr = y.new_empty(0) if r is None else r.new_empty(r.shape)
-    gs = y.new_empty(0) if s is None else s.new_empty(s.shape)
-    return torch.empty_like(y, memory_format=_LAST), gr, torch.empty_like(mean), torch.empty_like(mean), gs
+    gy = torch.empty_like(y, memory_format=LAST)
+    return gy, like(r, y), torch.empty_like(mean), torch.empty_like(mean), like(s, y)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -168,21 +211,7 @@ def _backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Any, ...]:
 _norm_rows.register_autograd(_backward, setup_context=_setup)
 
 
-def _fits(y: Tensor) -> bool:
-    return available(y.device) and y.dtype in _TYPES and y[0].numel() < 2**31
-
-
-def _dense(f: Tensor | None, stand_in: Tensor) -> Tensor:
-    return stand_in if f is None else f.contiguous()
-
-
-def _tile(channels: int) -> tuple[int, int]:
-    """Positions and channels of a tile: the same for all but narrow layers, so that few programs are compiled."""
-    width = min(_WIDTH, power_of_two(channels))
-    return _TILE // width, width
-
-
-def _expression(
+def expression(
     y: Tensor, r: Tensor | None, weight: Tensor, bias: Tensor, s: Tensor | None, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(u, mean, variance) in plain torch: the kernels' twin."""
@@ -202,16 +231,17 @@ def _expression(
 def _plain(
     y: Tensor, r: Tensor | None, weight: Tensor, bias: Tensor, s: Tensor | None, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    u, mean, var = _expression(y, r, weight, bias, s, eps, relu)
+    u, mean, var = expression(y, r, weight, bias, s, eps, relu)
     wide = y.to(mean.dtype)
-    row_var, row_mean = torch.var_mean(wide, (2, 3), correction=0)
-    return u.contiguous(memory_format=_LAST), mean, var, row_mean, row_var * (y.shape[2] * y.shape[3])
+    row_mean, row_m2 = piece_moments(wide)
+    return u.contiguous(memory_format=LAST), mean, var, row_mean, row_m2
 
 
-def _plain_backward(
+def plain_backward(
     g: Tensor, y: Tensor, r: Tensor | None, weight: Tensor, bias: Tensor, s: Tensor | None,
     mean: Tensor, var: Tensor, eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of (y, r, weight, bias, s) in plain torch."""
     wide = mean.dtype
     x, grad = y.to(wide), g.to(wide)
     before = 1.0 if r is None else r.to(wide)[:, :, None, None]
@@ -231,4 +261,4 @@ def _plain_backward(
         * weight[:, None, None]
     )
     gr = y.new_empty(0) if r is None else (gx * x).sum((2, 3)).to(r.dtype)
-    return (gx * before).to(y.dtype).contiguous(memory_format=_LAST), gr, gw, gb, gs
+    return (gx * before).to(y.dtype).contiguous(memory_format=LAST), gr, gw, gb, gs

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.kernels.noise import philox_noise
+from slimbayes.ops import operation
 from slimbayes.tracing import constant
 
 
@@ -41,7 +42,7 @@ def _prepare(names: str, device: torch.device) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # for good: CUDA graphs read them where they are
 def _table(names: str, device: torch.device) -> tuple[Tensor, int]:
     """For every column the index that chooses it, and how many indices there are."""
     pairs = [[int(part) for part in name.split(":")] for name in names.split(",")]
@@ -72,11 +73,7 @@ def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return pieces
 
 
-@torch.library.custom_op(
-    "slimbayes::patches",
-    mutates_args=(),
-    schema="(Tensor[] points, Tensor seed, str names, SymInt draws) -> Tensor[]",
-)
+@operation("patches", "(Tensor[] points, Tensor seed, str names, SymInt draws) -> Tensor[]")
 def _patches(points: list[Tensor], seed: Tensor, names: str, draws: int) -> list[Tensor]:
     components = points[0].shape[0]
     flat = torch.cat([each.reshape(components, -1) for each in points], 1)
@@ -88,11 +85,7 @@ def _(points: list[Tensor], seed: Tensor, names: str, draws: int) -> list[Tensor
     return [each.new_empty((draws, *each.shape[1:])) for each in points]
 
 
-@torch.library.custom_op(
-    "slimbayes::patches_backward",
-    mutates_args=(),
-    schema="(Tensor[] grads, Tensor seed, str names, SymInt components) -> Tensor[]",
-)
+@operation("patches_backward", "(Tensor[] grads, Tensor seed, str names, SymInt components) -> Tensor[]")
 def _patches_backward(grads: list[Tensor], seed: Tensor, names: str, components: int) -> list[Tensor]:
     draws = grads[0].shape[0]
     flat = torch.cat([grad.reshape(draws, -1) for grad in grads], 1)

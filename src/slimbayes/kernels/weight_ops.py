@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slimbayes.kernels import plain, weight_launch
+from slimbayes.ops import CustomOp
 
 _Gradients = tuple[Tensor | None, ...]
 FORMS = ("sample", "noise", "mean", "both")
@@ -170,18 +171,12 @@ _ENDS = "ScalarType dtype, str form, bool kernel"
 def _register(name: str, arguments: str, forward: Callable[..., Any], backward: Callable[..., Any], tensors: int,
               sums: int) -> type[torch.autograd.Function]:  # fmt: skip
     """Register forward and backward as custom operators; return the autograd Function of the same pair."""
-    op = torch.library.custom_op(
-        f"slimbayes::{name}",
-        forward,
-        mutates_args=(),
-        schema=f"({arguments}, {_ENDS}) -> (Tensor, Tensor, Tensor)",
-    )
+    op = CustomOp(name, f"({arguments}, {_ENDS}) -> (Tensor, Tensor, Tensor)", forward)
     returns = ", ".join(["Tensor"] * (tensors - 1))
-    op_backward = torch.library.custom_op(
-        f"slimbayes::{name}_backward",
+    op_backward = CustomOp(
+        f"{name}_backward",
+        f"(Tensor grad, Tensor? noise_grad, Tensor? d_sums, {arguments}, {_ENDS}) -> ({returns})",
         backward,
-        mutates_args=(),
-        schema=f"(Tensor grad, Tensor? noise_grad, Tensor? d_sums, {arguments}, {_ENDS}) -> ({returns})",
     )
 
     def fake(mean: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

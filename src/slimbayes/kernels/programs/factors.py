@@ -26,6 +26,16 @@ def _value(loc, sigma, noise, FAMILY: tl.constexpr):
 
 
 @jit
+def _noise(key, column, row, stream, KIND: tl.constexpr, FAST: tl.constexpr):
+    """Four values of noise for every counter; zeros for points."""
+    if KIND == "none":
+        zero = tl.zeros((row + column).shape, dtype=tl.float32)
+        return zero, zero, zero, zero
+    else:
+        return four(key, column, row, stream, 1, KIND, 10, FAST)
+
+
+@jit
 def _store_sample(at, loc, sigma, noise, mask, clip, FAMILY: tl.constexpr, CLIP: tl.constexpr):
     if FAMILY == "halfcauchy":
         noise = tl.abs(noise)
@@ -71,7 +81,7 @@ def sample(
     sigma = (softplus(raw) + 1e-7)[None, :]
     begin = out + (start.to(tl.int64) * components + k.to(tl.int64) * width) * n + (column - start)
     key = tl.load(seed)
-    a, b, c, d = four(key, column[None, :], (k * quarter + q)[:, None], stream, 1, KIND, 10, FAST)
+    a, b, c, d = _noise(key, column[None, :], (k * quarter + q)[:, None], stream, KIND, FAST)
     inside = (q < quarter)[:, None] & keep[None, :]
     at = begin[None, :] + q[:, None] * width[None, :]
     step = quarter * width[None, :]
@@ -107,7 +117,7 @@ def grad(
     step = quarter * width[None, :]
     for first in range(0, quarter, BQ):
         q = first + tl.arange(0, BQ)
-        a, b, c, d = four(key, column[None, :], (k * quarter + q)[:, None], stream, 1, KIND, 10, FAST)
+        a, b, c, d = _noise(key, column[None, :], (k * quarter + q)[:, None], stream, KIND, FAST)
         inside = (q < quarter)[:, None] & keep[None, :]
         at = begin[None, :] + q[:, None] * width[None, :]
         row = q[:, None]

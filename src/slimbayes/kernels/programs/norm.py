@@ -3,6 +3,12 @@
 
 Memory is [R, P, C], channels last; P counts spatial positions. Sums over the positions of one row are the only
 sweeps over the activations: everything else, the factors' gradients included, is arithmetic on [R, C].
+
+The sweeps that only sum go from the last program to the first: what the operation before has written last, and what
+the next sweep reads first, is then still in the cache.
+
+Where rows are few, those sweeps take each row in S equal pieces: to them R counts pieces, P the positions of one,
+and the factors of piece n are those of row n // S.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ def _factor(f, at, mask, has):
 @jit
 def moments(y, mean, m2, P, C, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
     """Mean and sum of squared deviations over the positions of one row, for BC channels."""
-    pid = tl.program_id(0)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     c_blocks = tl.cdiv(C, BC)
     row = pid // c_blocks
     c = (pid % c_blocks) * BC + tl.arange(0, BC)
@@ -42,8 +48,8 @@ def moments(y, mean, m2, P, C, BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.co
     tl.store(m2 + at, b - a * a / P, mask=keep)
 
 
-@jit(do_not_specialize=["R", "has_r"])
-def statistics(mean, m2, r, out_mean, out_var, R, P, C, has_r, BR: tl.constexpr, BC: tl.constexpr):
+@jit(do_not_specialize=["R", "S", "has_r"])
+def statistics(mean, m2, r, out_mean, out_var, R, P, C, S, has_r, BR: tl.constexpr, BC: tl.constexpr):
     """Mean and variance of r∘y over all rows and positions, from the rows' own."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     keep = c < C
@@ -52,7 +58,7 @@ def statistics(mean, m2, r, out_mean, out_var, R, P, C, has_r, BR: tl.constexpr,
         n = start + tl.arange(0, BR)
         inside = (n < R)[:, None] & keep[None, :]
         at = n[:, None].to(tl.int64) * C + c[None, :]
-        factor = _factor(r, at, inside, has_r)
+        factor = _factor(r, (n // S)[:, None].to(tl.int64) * C + c[None, :], inside, has_r)
         total += factor * tl.load(mean + at, mask=inside, other=0.0)
     center = tl.sum(total, axis=0) / R
     square = tl.zeros((BR, BC), dtype=tl.float32)
@@ -60,7 +66,7 @@ def statistics(mean, m2, r, out_mean, out_var, R, P, C, has_r, BR: tl.constexpr,
         n = start + tl.arange(0, BR)
         inside = (n < R)[:, None] & keep[None, :]
         at = n[:, None].to(tl.int64) * C + c[None, :]
-        factor = _factor(r, at, inside, has_r)
+        factor = _factor(r, (n // S)[:, None].to(tl.int64) * C + c[None, :], inside, has_r)
         shift = factor * tl.load(mean + at, mask=inside, other=0.0) - center[None, :]
         own = factor * factor * tl.load(m2 + at, mask=inside, other=0.0) + P * shift * shift
         square += tl.where(inside, own, 0.0)
@@ -95,19 +101,19 @@ def normalize(
     tl.store(u + base + where, z.to(u.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize=["RC", "has_r", "relu"])
+@jit(do_not_specialize=["RC", "S", "has_r", "relu"])
 def gradient_sums(
-    g, y, r, row_mean, mean, var, weight, bias, sums, P, C, eps, RC, has_r, relu,
+    g, y, r, row_mean, mean, var, weight, bias, sums, P, C, eps, RC, S, has_r, relu,
     BP: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Σ g′ and Σ g′(y − mean of the row) over the positions of one row, g′ = g where the ReLU lets it pass."""
-    pid = tl.program_id(0)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     c_blocks = tl.cdiv(C, BC)
     row = pid // c_blocks
     c = (pid % c_blocks) * BC + tl.arange(0, BC)
     keep = c < C
     at = row.to(tl.int64) * C + c
-    before = _factor(r, at, keep, has_r)
+    before = _factor(r, (row // S).to(tl.int64) * C + c, keep, has_r)
     gain = tl.load(weight + c, mask=keep, other=0.0) / tl.sqrt(tl.load(var + c, mask=keep, other=1.0) + eps)
     slope = (before * gain)[None, :]
     offset = tl.load(bias + c, mask=keep, other=0.0) - tl.load(mean + c, mask=keep, other=0.0) * gain
@@ -128,9 +134,9 @@ def gradient_sums(
     tl.store(sums + RC + at, tl.sum(second, axis=0), mask=keep)
 
 
-@jit(do_not_specialize=["R", "RC", "has_r", "has_s"])
+@jit(do_not_specialize=["R", "RC", "S", "has_r", "has_s"])
 def gradients(
-    sums, row_mean, row_m2, r, s, mean, var, weight, bias, gr, gs, gw, gb, R, P, C, eps, RC, has_r, has_s,
+    sums, row_mean, row_m2, r, s, mean, var, weight, bias, gr, gs, gw, gb, R, P, C, eps, RC, S, has_r, has_s,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of weight, bias and both factors from the sums over positions."""
@@ -146,8 +152,9 @@ def gradients(
         n = start + tl.arange(0, BR)
         inside = (n < R)[:, None] & keep[None, :]
         at = n[:, None].to(tl.int64) * C + c[None, :]
-        before = _factor(r, at, inside, has_r)
-        behind = _factor(s, at, inside, has_s)
+        whole = (n // S)[:, None].to(tl.int64) * C + c[None, :]
+        before = _factor(r, whole, inside, has_r)
+        behind = _factor(s, whole, inside, has_s)
         one = tl.load(sums + at, mask=inside, other=0.0)
         two = tl.load(sums + RC + at, mask=inside, other=0.0)
         own = tl.load(row_mean + at, mask=inside, other=0.0)
@@ -161,8 +168,9 @@ def gradients(
         n = start + tl.arange(0, BR)
         inside = (n < R)[:, None] & keep[None, :]
         at = n[:, None].to(tl.int64) * C + c[None, :]
-        before = _factor(r, at, inside, has_r)
-        behind = _factor(s, at, inside, has_s)
+        whole = (n // S)[:, None].to(tl.int64) * C + c[None, :]
+        before = _factor(r, whole, inside, has_r)
+        behind = _factor(s, whole, inside, has_s)
         own = tl.load(row_mean + at, mask=inside, other=0.0)
         passed = tl.load(sums + RC + at, mask=inside, other=0.0) + own * tl.load(
             sums + at, mask=inside, other=0.0

@@ -1,0 +1,237 @@
+"""What the passes over a traced graph leave alone, and that they keep what they replace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers_graphs import C, compiled, factor, image
+from torch import nn
+from torch.nn import functional as F
+
+from slimbayes import fusing
+from slimbayes.apply.rows import row_product
+from slimbayes.kernels import factors, patches, warming
+from slimbayes.kernels.norm_sum import norm_sum_rows
+
+INPUTS = {"y": image(0), "r": factor(1), "x": image(2), "s": factor(3), "t": factor(4)}
+
+
+def outcome(function, norm: nn.Module, names: str) -> list[torch.Tensor | None]:
+    """Results, gradients, buffers, and the inputs as the function left them."""
+    leaves = {name: INPUTS[name].clone(memory_format=torch.preserve_format) for name in names}
+    grads = {name: value.requires_grad_() for name, value in leaves.items() if name != "x"}
+    results = function(*leaves.values())
+    results = results if isinstance(results, tuple) else (results,)
+    torch.autograd.backward(results, [torch.sin(result.detach()) for result in results])
+    return [
+        *results, *(leaf.grad for leaf in grads.values()), *leaves.values(), norm.weight.grad, *norm.buffers(),
+    ]  # fmt: skip
+
+
+def check(make, names: str, expected: list[int]) -> None:
+    """The compiled function does what the plain one does, with so many norms fused."""
+    norm = nn.BatchNorm2d(C).double()
+    other = copy.deepcopy(norm)
+    wanted = outcome(make(norm), norm, names)
+    counts: list[int] = []
+    found = outcome(compiled(make(other), counts), other, names)
+    assert counts == expected
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def without_gradient(norm):
+    def function(y, r):
+        with torch.no_grad():
+            z = row_product(y, r)
+        return F.relu(norm(z)) + y
+
+    return function
+
+
+def normed_without_gradient(norm):
+    def function(y, r):
+        with torch.no_grad():
+            z = norm(row_product(y, r))
+        return F.relu(z) * r[:, :, None, None]
+
+    return function
+
+
+def autocast_between(norm):
+    def function(y, r):
+        z = row_product(y, r)
+        with torch.autocast("cpu", torch.bfloat16):
+            z = norm(z)
+        return F.relu(z)
+
+    return function
+
+
+def written_between(norm):
+    def function(y, r):
+        v = norm(row_product(y, r))
+        w = y.detach().clone()
+        w[0] = 3.0  # what it writes to is not looked for
+        return F.relu(v) + w
+
+    return function
+
+
+def factor_written(norm):
+    def function(y, r, s):
+        v = F.relu(norm(y))
+        with torch.no_grad():
+            s.mul_(2.0)
+        return row_product(v, s.detach())
+
+    return function
+
+
+def sum_into_an_input(norm):
+    def function(y, r, x):
+        x += norm(row_product(y, r))
+        return F.relu(x)
+
+    return function
+
+
+def sum_of_one(norm):
+    def function(y, r):
+        product = row_product(y, r)
+        return norm(product + product)
+
+    return function
+
+
+def used_twice(norm):
+    def function(y, r, x, s):
+        a, b = norm(row_product(y, r)), norm(row_product(x, s))
+        u = F.relu(b)
+        return u + 1, F.relu(a) * 2
+
+    return function
+
+
+def statistics_read(norm):
+    def function(y, r):
+        z = norm(row_product(y, r))
+        mean = norm.running_mean.clone()
+        return F.relu(z) + mean[:, None, None]
+
+    return function
+
+
+def foreign_between(norm):
+    def function(y, r):
+        z = row_product(y, r)
+        w = torch.utils.checkpoint.checkpoint(torch.sin, y, use_reentrant=False)
+        return F.relu(norm(z)) + w
+
+    return function
+
+
+LEFT_ALONE = [
+    (without_gradient, "yr"),
+    (normed_without_gradient, "yr"),
+    (autocast_between, "yr"),
+    (written_between, "yr"),
+    (sum_of_one, "yr"),
+    (used_twice, "yrxs"),
+    (statistics_read, "yr"),
+    (foreign_between, "yr"),
+]
+
+
+@pytest.mark.parametrize("make, names", LEFT_ALONE, ids=lambda value: getattr(value, "__name__", ""))
+def test_left_alone(make, names: str) -> None:
+    check(make, names, [0])
+
+
+def test_a_factor_that_is_written_keeps_its_values() -> None:
+    norm = nn.BatchNorm2d(C).double()
+    values = []
+    for fuse in (True, False):
+        counts: list[int] = []
+        function = factor_written(norm)
+        y, r, s = image(0), factor(1), factor(3)
+        values.append((compiled(function, counts) if fuse else function)(y, r, s).detach())
+        assert counts in ([0], [])
+    torch.testing.assert_close(values[0], values[1], rtol=1e-9, atol=1e-9)
+
+
+def test_a_sum_into_an_input_is_left_in_place() -> None:
+    """The norm in front of it is fused, the sum is not."""
+    check(sum_into_an_input, "yrx", [1])
+
+
+def in_place_block(norm):
+    def function(y, r, x, s, t):
+        z = norm(row_product(y, r))
+        z += x
+        z = F.relu(z, inplace=True)
+        first = torch.tanh(row_product(z, s))
+        other = F.relu(F.batch_norm(first, None, None, training=True), inplace=True)
+        return other + row_product(z, t), z
+
+    return function
+
+
+def sum_in_front(norm):
+    def function(y, r, x, s, t):
+        v = row_product(y, r) + row_product(x, t)
+        return row_product(F.relu(norm(v)), s), v
+
+    return function
+
+
+@pytest.mark.parametrize("make", [in_place_block, sum_in_front])
+def test_fused_with_the_same_results(make) -> None:
+    check(make, "yrxst", [1])
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_number_of_rows_stays_a_symbol(warm: bool) -> None:
+    norm, other = (nn.BatchNorm2d(C).double() for _ in range(2))
+    counts: list[int] = []
+
+    def fuse(graph: torch.fx.Graph, devices: tuple[str, ...]) -> int:
+        found = fusing.fuse_norms(graph, devices)
+        if warm:
+            warming.kernel_calls(graph)
+        return found
+
+    run = compiled(lambda y, r, x: F.relu(norm(row_product(y, r)) + x).sum(), counts, fuse)
+    for rows in (6, 8, 10, 7):
+        y, r, x = image(rows, rows), factor(rows, rows), image(rows + 1, rows)
+        expected = F.relu(other(row_product(y, r)) + x).sum()
+        torch.testing.assert_close(run(y, r, x), expected)
+        torch.testing.assert_close(norm.running_var, other.running_var)
+    assert counts == [1, 1]  # once for six rows, once for any number
+
+
+def test_unknown_sizes_do_not_stop_the_warming() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    made = graph.call_function(fusing.NORM_ROWS, (x, None, x, x, None, 1e-5, True))
+    graph.output(made)
+    assert warming.kernel_calls(graph) == []  # nothing is known of x
+
+
+def test_a_result_never_shares_memory_with_a_gradient() -> None:
+    y, x = image(0).requires_grad_(), image(1).requires_grad_()
+    one = torch.ones(C, dtype=torch.float64)
+    z, _, _ = norm_sum_rows(y, factor(2), x, None, None, one, one, None, None, 0.1, 1e-5, False, True)
+    grad = torch.ones_like(z)
+    z.backward(grad)
+    torch.testing.assert_close(x.grad, grad)
+    assert x.grad.data_ptr() != grad.data_ptr()
+
+
+def test_tables_that_graphs_read_are_kept() -> None:
+    assert factors._tables.cache_info().maxsize is None
+    assert patches._table.cache_info().maxsize is None

@@ -13,6 +13,14 @@ from slimbayes.apply import folded
 from slimbayes.apply.folded import ROWS, Choice
 from slimbayes.context import Frame
 
+
+@pytest.fixture(autouse=True)
+def plain_kernels():
+    """These are the torch operations; tests/native has the kernels in C that are their twins."""
+    with sb.fast_paths(native=False):
+        yield
+
+
 MATRICES = [kind for kind in CASES if kind.startswith("Linear") or kind == "Conv1D (transformers)"]
 CONVOLUTIONS = [kind for kind in CASES if kind.startswith(("Conv1d", "Conv2d", "Conv3d", "ConvT"))]
 CHOICES = [Choice(True, True), Choice(True, False), Choice(False, True)]
@@ -188,6 +196,7 @@ def test_autocast(kind, choose):
     compare_runs(CASES[kind][0], sb.Rank1(components=2), {}, near={"rtol": 5e-2, "atol": 5e-2}, **options)
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("choice", CHOICES[:2])
 @pytest.mark.parametrize("kind", ["Linear", "Conv2d"])
 def test_compiled(kind, choice, choose):
@@ -211,6 +220,7 @@ def test_compiled(kind, choice, choose):
         torch.testing.assert_close(a, b, **NEAR)
 
 
+@pytest.mark.uncounted
 def test_the_choice_is_made_under_the_compiler():
     """A network whose layers take different choices compiles whole."""
     net = nn.Sequential(nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3)).double()

@@ -213,6 +213,7 @@ WORKS = [
 ]
 
 
+@pytest.mark.uncounted(but=8)
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_plain_paths_numbers(name, work):
@@ -350,6 +351,7 @@ def test_interpolated_kl_of_a_model():
         torch.testing.assert_close(grad, found_grads[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.uncounted
 def test_the_operation_compiles():
     torch._dynamo.reset()
     torch.manual_seed(3)

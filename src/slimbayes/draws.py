@@ -16,6 +16,8 @@ from slimbayes import fast
 from slimbayes.apply.bulk import DEVICES, find_groups, prefill
 from slimbayes.apply.gathered import prefill_weights
 from slimbayes.apply.patched import prefill_patches
+from slimbayes.apply.points import prefill_points
+from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.context import (
     NOISE_MODES,
     SEES_CHECKPOINTS,
@@ -27,7 +29,7 @@ from slimbayes.context import (
     row_message,
 )
 from slimbayes.late import Plan, probe, signature
-from slimbayes.record import Record, converted_layers, factor_groups, find_record, unwrap
+from slimbayes.record import Record, converted_layers, find_record, layers_and_groups, unwrap
 
 
 def draw(
@@ -159,12 +161,15 @@ def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw) -> N
         layers = converted_layers(model)
         prefill(find_groups([layer.bayes for _, layer in layers]), now)
         pairs = [(layer.bayes, layer) for _, layer in layers]
+        prefill_points(pairs, now)
         prefill_patches(pairs, now)
     else:
+        layers, groups = layers_and_groups(model)
         if now.seed is None and now.noise != "mean":
-            prefill(factor_groups(model), now)
-        if torch.compiler.is_compiling() or not _hooked(unwrap(model)):
-            prefill_weights([(layer.bayes, layer) for _, layer in converted_layers(model)], now)
+            prefill(groups, now)
+        others = [(layer.bayes, layer) for _, layer in layers if type(layer.bayes) is not Rank1Rule]
+        if others and (torch.compiler.is_compiling() or not _hooked(unwrap(model))):
+            prefill_weights(others, now)
 
 
 def _hooked(model: nn.Module) -> bool:

@@ -18,8 +18,9 @@ from slimbayes.apply.bulk import group_kl, has_closed_kl
 from slimbayes.apply.fused import Sums
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.kl import mixture_kl, total_kl
+from slimbayes.layers.base import Converted
 from slimbayes.likelihoods import Categorical, Likelihood
-from slimbayes.record import Record, converted_layers, factor_groups, find_record, unwrap
+from slimbayes.record import Record, converted_layers, find_record, layers_and_groups, unwrap
 from slimbayes.weightkl import Raw, RawPrior, divergence
 
 REDUCTIONS = ("average", "mixture", "logits")
@@ -39,19 +40,20 @@ def kl(model: nn.Module) -> Tensor:
         total = torch.zeros((), device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
         joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
         seen: set[str] = set()
+        found, groups = layers_and_groups(model)
+        layers = [layer for _, layer in found]
         if fast.paths.factors:
-            for group in factor_groups(model):
+            for group in groups:
                 if has_closed_kl(group):
                     total = total + group_kl(group)
                     seen.update(group.sources)
         left, record.byproducts = record.byproducts, {}
-        present = [layer for _, layer in converted_layers(model)] if left else []
         for name, known in left.items():  # what the last draw has of the KL of what it sampled
-            if known.valid(present):
+            if known.valid(layers):
                 total = total + known.kl()
                 seen.update([name] if isinstance(known, Sums) else known.names)
         raw: list[tuple[Raw, RawPrior]] = []
-        for name, q, p, reduction in _terms(model, record, seen):
+        for name, q, p, reduction in _terms(model, layers, record, seen):
             if name in seen:
                 continue
             seen.add(name)
@@ -76,8 +78,7 @@ def _any_parameter(model: nn.Module) -> Tensor:
     return torch.zeros(())
 
 
-def _terms(model: nn.Module, record: Record, done: set[str]) -> Iterator[KLTerm]:
-    layers = [layer for _, layer in converted_layers(model)]
+def _terms(model: nn.Module, layers: list[Converted], record: Record, done: set[str]) -> Iterator[KLTerm]:
     for layer in layers:
         rule = layer.bayes
         if not rule.covered(done):

@@ -130,16 +130,22 @@ def converted_layers(model: nn.Module) -> Layers:
 
 def factor_groups(model: nn.Module) -> list[Group]:
     """The noisy rank-1 factors of the model, by what they have in common."""
+    return layers_and_groups(model)[1]
+
+
+def layers_and_groups(model: nn.Module) -> tuple[Layers, list[Group]]:
+    """``converted_layers`` and ``factor_groups`` by one look at the model."""
     inner = unwrap(model)
     known = None if torch.compiler.is_compiling() else _survey(inner)
     layers = None if known is None else known.found()
     if known is None or layers is None:
-        return find_groups([layer.bayes for _, layer in _walk(inner)])
+        layers = _walk(inner)
+        return layers, find_groups([layer.bayes for _, layer in layers])
     rules = [layer.bayes for _, layer in layers]
     now = fingerprint(rules)
     if known.groups is None or known.groups_of != now:
         known.groups, known.groups_of = find_groups(rules), now
-    return known.groups
+    return layers, known.groups
 
 
 def _walk(model: nn.Module) -> Layers:
@@ -196,6 +202,6 @@ def outline(model: nn.Module) -> tuple[list[int], list[type], list[str]]:
             for child in children.values():
                 if child is not None and id(child) not in found:
                     found[id(child)] = child
-                    if not isinstance(child, Rule):
+                    if Rule not in type(child).__mro__:  # isinstance of an abstract class takes longer
                         waiting.append(child)
     return list(found), [type(module) for module in found.values()], names

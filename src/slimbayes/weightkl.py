@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,13 @@ def _version(tensor: Tensor) -> tuple[int, int]:
     return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
+class Facts(Protocol):
+    """What a by-product follows from."""
+
+    def hold(self, layers: Sequence[Any]) -> bool:
+        """Whether it is still so for these layers."""
+
+
 Owner = Callable[[], tuple[object, Raw | None, RawPrior | None]]
 
 
@@ -82,12 +89,28 @@ class Byproduct:
     priors: list[RawPrior | None]  # None: another layer's, or none that is Normal
     owners: list[Owner]  # the layer of each tensor, and its parameters and prior as they are now
     scales: list[Tensor | None] = field(default_factory=list)
+    sums: list[tuple[float, float, float]] = field(default_factory=list)  # Σ(M − μ_p)², Σσ², Σ log σ, if made
+    noise: tuple[int, int] = (-1, 0)  # the seed and the first stream of noise that can be made again
+    draws: int = 0
     node: Any = None
     pending: Pending = field(default_factory=Pending)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    facts: Facts | None = None  # by which the tensors are known to be the layers' own, instead of owners
 
     def __post_init__(self) -> None:
-        self.versions = [_version(tensor) for raw in self.raws for tensor in raw.parameters]
+        self.versions = [_version(tensor) for tensor in self.tensors]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All parameters, tensor by tensor."""
+        return [tensor for raw in self.raws for tensor in raw.parameters]
+
+    def noise_of(self, source: str) -> tuple[int, int] | None:
+        """The seed and the first stream of the noise of one of its tensors; None if it was given its noise."""
+        if source not in self.sources or self.noise[0] < 0:
+            return None
+        seed, stream = self.noise
+        return seed, stream + self.draws * self.sources.index(source)
 
     def add(self, source: str, raw: Raw, prior: RawPrior | None, owner: Owner) -> None:
         """One more tensor that is sampled with the others."""
@@ -111,6 +134,10 @@ class Byproduct:
         """Whether there is a KL to take over: the tensors still belong to these layers, and have not changed."""
         if torch.compiler.is_compiling() or not self.with_kl:
             return False  # compiled code has no part in a graph made outside of it
+        if self.facts is not None:
+            usable = fast.paths.weights and not transformed()
+            changed = [_version(tensor) for tensor in self.tensors] != self.versions
+            return usable and not changed and self.facts.hold(layers)
         present = {id(layer) for layer in layers}
         now: list[Tensor] = []
         for prior, owner in zip(self.priors, self.owners, strict=True):
@@ -118,7 +145,7 @@ class Byproduct:
             if id(layer) not in present or raw is None or its_prior != prior:
                 return False
             now += raw.parameters
-        before = [tensor for raw in self.raws for tensor in raw.parameters]
+        before = self.tensors
         return (
             len(now) == len(before)
             and all(mine is other for mine, other in zip(before, now, strict=True))
@@ -213,20 +240,15 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, terms: Sequence[tuple[Raw, RawPrior]], known: Byproduct | None, *tensors: Tensor
     ) -> Tensor:
-        scales = [None] * len(terms) if known is None else [known.scales[i] for i in known.with_kl]
-        total: Number = 0.0
-        kept: list[Tensor | None] = []  # σ, or the gradients of log U and log V
-        for (raw, prior), scale in zip(terms, scales, strict=True):
-            if scale is None and len(raw.spread) == 1:
-                scale = scale_of(raw.spread[0])
-            if scale is not None:
-                total = total + 0.5 * prior.precision * squares(scale) - number(scale.log().sum())
-                kept += [scale, None]
-            else:
-                value, *gradients = _ktied_terms(raw, prior)
-                total = total + value
-                kept += gradients
-            total = total + 0.5 * prior.precision * _distance(raw.loc, prior)
+        total: Number
+        kept: list[Tensor | None] = []
+        if known is not None and known.sums:
+            total = sum([_closed(known.sums[i], terms[j][1]) for j, i in enumerate(known.with_kl)])
+        elif known is not None:
+            total, kept = _open(terms, [known.scales[i] for i in known.with_kl])
+        else:
+            total, kept = _open(terms, [None] * len(terms))
+        for raw, prior in terms:
             total = total + raw.loc.numel() * (math.log(prior.scale) - 0.5)
         ctx.save_for_backward(*tensors, *kept)
         ctx.terms, ctx.known = terms, known
@@ -235,13 +257,16 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        count = 2 * len(ctx.terms)
-        tensors, kept = ctx.saved_tensors[:-count], ctx.saved_tensors[-count:]
-        if (
-            torch.is_grad_enabled()
-        ):  # a second derivative is asked for: σ must be a function of its parameters
+        count = sum([len(raw.spread) + 1 for raw, _ in ctx.terms])
+        tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        # A second derivative is asked for, and σ must be a function of its parameters; or many gradients at once.
+        if torch.is_grad_enabled() or not plain(grad):
             return None, None, *_again(ctx.terms, tensors, grad)
         left = ctx.known is not None and ctx.known.leave(grad)
+        if left and not kept:
+            return None, None, *[None] * count
+        if not kept:
+            kept = _open(ctx.terms, [None] * len(ctx.terms))[1]
         factor = number(grad)
         found: list[Tensor | None] = []
         start = 0
@@ -257,6 +282,32 @@ class _Divergence(torch.autograd.Function):
             else:
                 found += spread_gradients(add_pull(None, scale, prior, factor), spread)
         return None, None, *found
+
+
+def _closed(sums: tuple[float, float, float], prior: RawPrior) -> float:
+    """½c(Σσ² + Σ(M − μ_p)²) − Σ log σ from its sums."""
+    distance, squares, logs = sums
+    return 0.5 * prior.precision * (squares + (0.0 if prior.loc is None else distance)) - logs
+
+
+def _open(
+    terms: Sequence[tuple[Raw, RawPrior]], scales: Sequence[Tensor | None]
+) -> tuple[Number, list[Tensor | None]]:
+    """The same of all terms from their parameters, with σ of each, or the gradients of log U and log V."""
+    total: Number = 0.0
+    kept: list[Tensor | None] = []
+    for (raw, prior), scale in zip(terms, scales, strict=True):
+        if scale is None and len(raw.spread) == 1:
+            scale = scale_of(raw.spread[0])
+        if scale is not None:
+            total = total + 0.5 * prior.precision * squares(scale) - number(scale.log().sum())
+            kept += [scale, None]
+        else:
+            value, *gradients = _ktied_terms(raw, prior)
+            total = total + value
+            kept += gradients
+        total = total + 0.5 * prior.precision * _distance(raw.loc, prior)
+    return total, kept
 
 
 def _ktied_terms(raw: Raw, prior: RawPrior) -> tuple[Number, Tensor, Tensor]:
@@ -297,6 +348,11 @@ def pull(mean: Tensor, prior: RawPrior, factor: Number) -> Tensor:
         return torch.zeros_like(mean)
     factor = factor * prior.precision
     return mean * factor if prior.loc == 0.0 else (mean - prior.loc).mul_(factor)
+
+
+def plain(x: Tensor) -> bool:
+    """Whether a gradient is a tensor with memory of its own, not one that stands for many (a vectorised Jacobian)."""
+    return type(x) is Tensor and torch._C._has_storage(x)
 
 
 def number(x: Tensor) -> Number:
@@ -340,7 +396,8 @@ def _again(
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again, by autograd through the plain formula."""
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    found = iter(
-        torch.autograd.grad(_plain(terms, tensors), wanted, grad, create_graph=True, allow_unused=True)
-    )
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        value = _plain(terms, tensors)
+    found = iter(torch.autograd.grad(value, wanted, grad, create_graph=again, allow_unused=True))
     return [next(found) if tensor.requires_grad else None for tensor in tensors]

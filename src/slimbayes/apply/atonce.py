@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slimbayes import native
 from slimbayes.apply.factors import inside
 from slimbayes.apply.rows import plain_backward
+from slimbayes.native import rows as kernels
 from slimbayes.noise import fresh_noise
 from slimbayes.posteriors import EPSILON
 
@@ -129,7 +131,8 @@ def normal_kl(locs: Sequence[Tensor], rhos: Sequence[Tensor], prior_loc: float, 
     >>> round(float(normal_kl([torch.ones(2, 3)], [rho], 0.0, 1.0)), 4)
     3.0
     """
-    total: Tensor = _NormalKL.apply(prior_loc, prior_scale, *locs, *rhos)  # type: ignore[no-untyped-call]
+    by_kernel = native.library() is not None and all([_plain(one) for one in (*locs, *rhos)])
+    total: Tensor = (_KernelKL if by_kernel else _NormalKL).apply(prior_loc, prior_scale, *locs, *rhos)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -161,3 +164,37 @@ class _NormalKL(torch.autograd.Function):
         sizes = [p.numel() for p in parameters[:count]]
         parts = [*(shift * (grad * precision)).split(sizes), *slope.split(sizes)]
         return (None, None, *[part.view(p.shape) for part, p in zip(parts, parameters, strict=True)])
+
+
+def _plain(tensor: Tensor) -> bool:
+    dense = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return dense and type(tensor) in (Tensor, nn.Parameter) and torch._C._get_tracing_state() is None
+
+
+class _KernelKL(torch.autograd.Function):
+    """The same by one call of a CPU kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, prior_loc: float, prior_scale: float, *parameters: Tensor) -> Tensor:
+        count = len(parameters) // 2
+        ctx.save_for_backward(*parameters)
+        ctx.prior = prior_loc, prior_scale
+        total = kernels.normal_kl(parameters[:count], parameters[count:], prior_loc, prior_scale**-2)
+        numbers = sum([p.numel() for p in parameters[:count]])
+        return torch.tensor(total + numbers * (math.log(prior_scale) - 0.5), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        prior_loc, prior_scale = ctx.prior
+        parameters = ctx.saved_tensors
+        count = len(parameters) // 2
+        locs, rhos = parameters[:count], parameters[count:]
+        precision = prior_scale**-2
+        if not plain_backward(grad):
+            return (None, None, *kernels.normal_kl_gradients(locs, rhos, prior_loc, precision, float(grad)))
+        scales = [F.softplus(rho) + EPSILON for rho in rhos]
+        slopes = [
+            (scale * precision - scale.reciprocal()) * torch.sigmoid(rho) * grad
+            for scale, rho in zip(scales, rhos, strict=True)
+        ]
+        return (None, None, *[(loc - prior_loc) * (grad * precision) for loc in locs], *slopes)

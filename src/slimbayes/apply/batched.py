@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
 from slimbayes import fast
@@ -44,7 +44,9 @@ def allowed(root: nn.Module) -> bool:
         return False
     if torch._C._get_tracing_state() is not None or _autocasts(root):
         return False
-    if _has_any_global_hook():
+    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        return False
+    if hooks._global_backward_hooks or hooks._global_backward_pre_hooks:
         return False
     return not any(
         module._forward_hooks

@@ -16,6 +16,7 @@ from slimbayes.apply.base import Rule
 from slimbayes.apply.fused import SCOPE
 from slimbayes.apply.rank1 import Factor, Rank1Rule
 from slimbayes.apply.rows import eager
+from slimbayes.apply.swept import by_kernels
 from slimbayes.context import Draw
 from slimbayes.kernels.factors import sample_flat
 from slimbayes.kernels.factors_kl import _formula as formula
@@ -154,12 +155,15 @@ def fingerprint(rules: Iterable[Rule]) -> list[Any]:
     """All that decides how these rules' factors are grouped."""
     facts: list[Any] = []
     for rule in rules:
-        if isinstance(rule, Rank1Rule):
+        if type(rule) is Rank1Rule:
             facts += (rule.name, rule.clip, rule.reduction)
-            for factor in (rule.r, rule.s):
+            held = rule._modules  # not by attribute: a module's own take a detour
+            for factor in (held.get("r"), held.get("s")):
                 if factor is not None:
-                    loc = factor.loc
-                    facts += (id(factor), factor.prior, type(factor.spread), loc.dtype, loc.device, len(loc))
+                    assert isinstance(factor, Factor)
+                    loc, spread = factor._parameters.get("loc"), factor._modules["spread"]
+                    loc = factor.loc if loc is None else loc
+                    facts += (id(factor), factor.prior, type(spread), loc.dtype, loc.device, loc.shape[0])
     return facts
 
 
@@ -178,7 +182,7 @@ def prefill(groups: list[Group], draw: Draw) -> None:
         elif loc.device.type == "cpu" and torch.compiler.is_compiling():
             if group.factors[0].training and torch.is_grad_enabled():
                 _sample_compiled(group, draw)
-        elif loc.device.type == "cpu" and eager():
+        elif loc.device.type == "cpu" and eager() and not by_kernels(loc, group.family):
             _sample_on_cpu(group, draw)
 
 

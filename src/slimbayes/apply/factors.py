@@ -38,6 +38,8 @@ def inside(loc: Tensor, scale: Tensor, clip: float) -> bool:
     """
     if loc.device.type != "cpu":
         return False
+    if loc.numel() == 0:
+        return True
     return float(loc.detach().abs().max() + FARTHEST * scale.detach().max()) < clip
 
 

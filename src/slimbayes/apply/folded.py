@@ -44,16 +44,21 @@ ROWS = Choice(False, False)
 
 def choose(op: Operation, inputs: Inputs, r: Tensor | None, s: Tensor | None, frame: Frame) -> Choice:
     """The cheapest place for factors [K, S, B or 1, C]; those that differ between examples stay on rows."""
-    x, weight = inputs[0], op.weight
-    if not fast.paths.folded or (r is None and s is None) or x.shape[0] == 0:
-        return ROWS
     if (r is not None and r.shape[2] != 1) or (s is not None and s.shape[2] != 1):
         return ROWS
+    return choose_shared(op, inputs, r is not None, s is not None, frame)
+
+
+def choose_shared(op: Operation, inputs: Inputs, has_r: bool, has_s: bool, frame: Frame) -> Choice:
+    """The same for factors that all examples of a draw share."""
+    x, weight = inputs[0], op.weight
+    if not fast.paths.folded or not (has_r or has_s) or x.shape[0] == 0:
+        return ROWS
     if op.is_matrix:
-        return _choose_matrix(x, weight, r is not None, s is not None, frame)
+        return _choose_matrix(x, weight, has_r, has_s, frame)
     if not is_convolution(op):
         return ROWS
-    both = Choice(s is not None, r is not None)
+    both = Choice(has_s, has_r)
     if frame.draws == 1:
         return both
     if x.device.type != "cpu" or frame.draws > MOST_DRAWS or x.shape[0] < FEWEST_ROWS * frame.draws:
@@ -61,9 +66,9 @@ def choose(op: Operation, inputs: Inputs, r: Tensor | None, s: Tensor | None, fr
     if not torch.is_grad_enabled():  # a factor then changes its rows in place, and nothing is joined
         return ROWS
     positions = x.numel() / x.shape[1] * output_ratio(op)
-    scaling = (x.numel() if s is not None else 0) + (positions * op.output_size if r is not None else 0)
+    scaling = (x.numel() if has_s else 0) + (positions * op.output_size if has_r else 0)
     folding = BOTH[True] * frame.draws * weight.numel() + x.numel() + positions * op.output_size
-    on_rows = SIDE[True] * scaling + _product(x, s is not None, positions * weight.numel())
+    on_rows = SIDE[True] * scaling + _product(x, has_s, positions * weight.numel())
     return both if folding < on_rows else ROWS
 
 

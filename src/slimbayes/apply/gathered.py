@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +14,11 @@ from torch import Tensor
 from slimbayes import fast
 from slimbayes.apply.base import Operation, Rule
 from slimbayes.apply.sampled import SampledRule
-from slimbayes.apply.weights import sample_weights
+from slimbayes.apply.weights import by_kernel, make_weights, sample_weights
+from slimbayes.apply.whole import compiled_weights
 from slimbayes.context import Draw, Frame
 from slimbayes.noise import fresh_noise, transformed
-from slimbayes.weightkl import Byproduct, Raw, spread_of
+from slimbayes.weightkl import Byproduct, Raw, RawPrior, spread_of
 
 MOST = (
     1 << 22
@@ -23,20 +27,29 @@ _ALIGNED = 16  # numbers: a part of the noise starts where a vector register's w
 
 
 def prefill_weights(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> None:
-    """Sample all weights of these layers, where that saves time: for gradients, on the CPU.
+    """Sample all weights of these layers, where that saves time: on the CPU.
 
-    Without gradients only their noise is drawn at once, so that a generator's state gives the same draws either way.
+    Without gradients and without the kernels in C only their noise is drawn at once, so that a generator's state
+    gives the same draws either way.
     """
     if not fast.paths.weights or draw.noise == "mean":
         return
     if torch.compiler.is_compiling():
-        _draw_noise(layers, draw)
+        if draw.seed is None and fast.paths.noise:
+            compiled_weights(layers, draw, MOST)
+            _draw_noise(layers, draw)
         return
     if transformed() or not (torch.is_grad_enabled() or draw.seed is None):
         return
     known, centred = _gather(layers, draw)
     draws = draw.components * draw.samples
     if not known.raws or draws * sum(raw.loc.numel() for raw in known.raws) > MOST:
+        return
+    if draw.seed is None and by_kernel(known):
+        values = make_weights(known, draws, centred)
+        for source, value, alone in zip(known.sources, values, centred, strict=True):
+            draw.prefilled[f"{source}.centred" if alone else source] = value
+        draw.byproducts[known.sources[0]] = known
         return
     noises = _noises(known, draws, draw)
     if not torch.is_grad_enabled():
@@ -58,8 +71,6 @@ def _own_parameter(op: Operation, which: str, tensor: Tensor) -> bool:
 
 def _draw_noise(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> None:
     """The noise of all weights at once, for compiled code: there every draw of noise is a call out of it."""
-    if draw.seed is not None or not fast.paths.noise:
-        return
     sources: list[str] = []
     means: list[Tensor] = []
     for rule, op in layers:
@@ -67,7 +78,9 @@ def _draw_noise(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> None:
             continue
         for which in ("weight", "bias"):
             posterior, mean, source, _ = rule.tensor(op, which)
-            if mean is None or mean.device.type != "cpu" or not spread_of(posterior) or source in sources:
+            if mean is None or mean.device.type != "cpu" or not spread_of(posterior):
+                continue
+            if source in sources or source in draw.prefilled:
                 continue
             if mean.dtype == torch.float32:
                 sources.append(source)
@@ -80,7 +93,84 @@ def _draw_noise(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> None:
 
 
 def _gather(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> tuple[Byproduct, list[bool]]:
-    """The tensors that these layers will ask for, each once and all of one type, and which without their mean."""
+    """The tensors that these layers will ask for, each once and all of one type, and which without their mean.
+
+    What was found for these layers is used again as long as the facts that it follows from are the same.
+    """
+    facts = Facts(layers, (draw.noise, draw.seed is None))
+    known = _FOUND.get(layers[0][0]) if layers else None
+    if known is None or known.facts != facts:
+        found, centred = _look(layers, draw)
+        if not layers or not facts.explain(found):
+            return found, centred
+        known = _Found(facts, found.sources, found.raws, found.priors, centred)
+        _FOUND[layers[0][0]] = known
+    return Byproduct(known.sources, known.raws, known.priors, [], facts=facts), known.centred
+
+
+class Facts:
+    """All that decides what is gathered from these layers: objects, compared by identity, and values.
+
+    No layer is among them: whoever keeps the facts does not keep the network.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Rule, Operation]], mode: tuple[Any, ...]) -> None:
+        self.mode = mode
+        self.objects: list[Any] = []
+        self.values: list[Any] = []
+        for rule, op in layers:
+            if type(rule) is not SampledRule:
+                continue
+            self.values += (
+                id(rule), id(op), rule.estimator, rule.tied_mean, rule.name, rule.weight_source,
+                rule.bias_source, op.fan_in, len(op._forward_pre_hooks),
+            )  # fmt: skip
+            self.objects.append(rule.prior)
+            for which in ("weight", "bias"):
+                mean, spread = op._parameters.get(which), rule._modules.get(which)
+                self.objects += (mean, spread)
+                if mean is not None:
+                    self.values += (mean.dtype, mean.device)
+                if spread is not None:
+                    own = spread._parameters.values()
+                    self.objects += (type(spread), *own)
+                    self.values += (spread.__dict__.get("maximum"), *[p.dtype for p in own if p is not None])
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Facts)
+            and self.mode == other.mode
+            and self.values == other.values
+            and len(self.objects) == len(other.objects)
+            and all(map(is_, self.objects, other.objects))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def explain(self, known: Byproduct) -> bool:
+        """Whether every tensor found is among them, and no attribute or property that may change unseen."""
+        seen = {id(fact) for fact in self.objects}
+        return all([id(tensor) in seen for tensor in known.tensors])
+
+    def hold(self, layers: Sequence[Any]) -> bool:
+        """Whether they are those of these converted layers still."""
+        return self == Facts([(layer.bayes, layer) for layer in layers], self.mode)
+
+
+class _Found(NamedTuple):
+    """What was gathered, and the facts that it follows from."""
+
+    facts: Facts
+    sources: list[str]
+    raws: list[Raw]
+    priors: list[RawPrior | None]
+    centred: list[bool]
+
+
+_FOUND: weakref.WeakKeyDictionary[Rule, _Found] = weakref.WeakKeyDictionary()  # by the first rule
+
+
+def _look(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> tuple[Byproduct, list[bool]]:
     known = Byproduct([], [], [], [])
     centred: list[bool] = []
     for rule, op in layers:

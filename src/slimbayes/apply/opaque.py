@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from slimbayes.apply import folded, product
+from slimbayes.ops import operation
 
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor? s, Tensor? r, Tensor? bias, bool first, bool by_draw"
 
 
-@torch.library.custom_op(
-    "slimbayes::product", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
-)
+@operation("product", f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 def factored(
     x: Tensor,
     weight: Tensor,
@@ -49,10 +48,9 @@ def _(
     return x.new_empty(*x.shape[:-1], outputs), scaled, h
 
 
-@torch.library.custom_op(
-    "slimbayes::product_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor scaled, Tensor h, {_ARGUMENTS}, bool[] needs) -> "
+@operation(
+    "product_backward",
+    f"(Tensor grad, Tensor scaled, Tensor h, {_ARGUMENTS}, bool[] needs) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
@@ -116,7 +114,7 @@ factored.register_autograd(_gradients, setup_context=_setup)
 _FOLDED = "Tensor x, Tensor weight, Tensor? left, Tensor? right, Tensor? bias, bool first, SymInt draws"
 
 
-@torch.library.custom_op("slimbayes::folded", mutates_args=(), schema=f"({_FOLDED}) -> Tensor")
+@operation("folded", f"({_FOLDED}) -> Tensor")
 def multiplied(
     x: Tensor,
     weight: Tensor,
@@ -136,10 +134,9 @@ def _(x: Tensor, weight: Tensor, left: Any, right: Any, bias: Any, first: bool, 
     return x.new_empty(*x.shape[:-1], weight.shape[0 if first else 1])
 
 
-@torch.library.custom_op(
-    "slimbayes::folded_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weight, Tensor? left, Tensor? right, bool[] needs, bool first, "
+@operation(
+    "folded_backward",
+    "(Tensor grad, Tensor x, Tensor weight, Tensor? left, Tensor? right, bool[] needs, bool first, "
     "SymInt draws) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _folded_backward(

@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slimbayes import fast
+from slimbayes import fast, native
 from slimbayes.apply import rows
 from slimbayes.apply.base import Operation
 from slimbayes.context import Frame
+from slimbayes.native import rows as kernels
+from slimbayes.noise import transformed
 
+TOGETHER = 1 << 22  # elements of the gradients of all draws' weights that kernels take together
+_KNOWN = (Tensor, nn.Parameter)
 LARGE = 2**15  # elements of a weight from which its gradients are taken draw by draw, within the cache
 
 
@@ -71,8 +75,29 @@ def grouped(factor: Tensor, frame: Frame) -> Tensor:
     return factor.reshape(-1, factor.shape[-1])
 
 
+def _by_kernel(*tensors: Tensor | None) -> bool:
+    """Whether the CPU kernels may work on these matrices, whose values are known."""
+    if native.library() is None or torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if tensor is not None and not (
+            tensor.dtype == torch.float32 and tensor.is_contiguous() and type(tensor) in _KNOWN
+        ):
+            return False
+    return torch._C._get_tracing_state() is None and not transformed()
+
+
+def _points(x: Tensor, factor: Tensor) -> tuple[kernels.Source, kernels.Shape]:
+    """A factor [G, C] of equal parts of the rows [P, C], as kernels take it."""
+    return kernels.Source("point", 1), kernels.Shape(x.shape[0] // factor.shape[0], 1, True, x.shape[0])
+
+
 def _over(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
     """x ∘ f for x [P, C] and a factor [G, C] of equal parts of the rows."""
+    if _by_kernel(x, factor, out):
+        return kernels.product(
+            x, factor, None, None, *_points(x, factor), torch.empty_like(x) if out is None else out
+        )
     if factor.shape[0] == x.shape[0]:
         return torch.mul(x, factor, out=out)
     parts = (factor.shape[0], -1, x.shape[1])
@@ -96,7 +121,9 @@ def forward(
     out = x.new_empty(*x.shape[:-1], matrix.shape[1])  # not a view, so that it may be changed in place
     y = out.view(-1, out.shape[-1])
     h = torch.mm(scaled, matrix, out=y if own or r is None else None)
-    if r is not None and bias is not None:
+    if r is not None and bias is not None and bias.shape[0] == r.shape[0] and _by_kernel(h, r, bias):
+        kernels.product(h, r, None, bias, *_points(h, r), y)
+    elif r is not None and bias is not None:
         # [K, groups of one component, rows of a group, out]
         shape = (bias.shape[0], r.shape[0] // bias.shape[0], -1, y.shape[1])
         factor, shift = r.view(bias.shape[0], -1, 1, y.shape[1]), bias[:, None, None]
@@ -159,10 +186,15 @@ def gradients(
     x, weight, s, r, scaled, h = kept
     flat = x.view(-1, x.shape[-1])
     grad = grad.reshape(flat.shape[0], -1)  # [P, out]
-    grad_x = grad_w = grad_s = grad_r = None
-    if needs[3] and r is not None and h is not None:
-        grad_r = _summed(grad * h, r.shape[0])
-    inner = grad if r is None else _over(grad, r)  # g'
+    grad_x = grad_w = grad_s = grad_r = grad_b = None
+    if needs[3] and r is not None and h is not None and _by_kernel(grad, h, r):
+        inner, adds = torch.empty_like(grad), needs[4] and components == r.shape[0]
+        wanted = (True, False, adds)
+        grad_r, _, grad_b = kernels.gradients(grad, h, r, None, *_points(h, r), inner, wanted)
+    else:
+        if needs[3] and r is not None and h is not None:
+            grad_r = _summed(grad * h, r.shape[0])
+        inner = grad if r is None else _over(grad, r)  # g'
     if by_draw and s is not None:
         grad_w, grad_s = _by_draw(flat, inner, weight, s, needs[1], first)
     else:
@@ -171,11 +203,17 @@ def gradients(
             grad_w = torch.mm(sides[0].t(), sides[1]) if first else torch.mm(sides[1].t(), sides[0])
         if needs[0] or needs[2]:
             d = torch.mm(inner, weight if first else weight.t())
-            if needs[2] and s is not None:
-                grad_s = _summed(torch.mul(d, flat, out=None if needs[0] else d), s.shape[0])
-            if needs[0]:
-                grad_x = (d if s is None else _over(d, s, d)).view(x.shape)
-    grad_b = grad.view(components, -1, grad.shape[1]).sum(1) if needs[4] else None
+            if needs[2] and s is not None and _by_kernel(d, flat, s):
+                out, wanted = d if needs[0] else None, (True, False, False)
+                grad_s, _, _ = kernels.gradients(d, flat, s, None, *_points(flat, s), out, wanted)
+                grad_x = d.view(x.shape) if needs[0] else None
+            else:
+                if needs[2] and s is not None:
+                    grad_s = _summed(torch.mul(d, flat, out=None if needs[0] else d), s.shape[0])
+                if needs[0]:
+                    grad_x = (d if s is None else _over(d, s, d)).view(x.shape)
+    if needs[4] and grad_b is None:
+        grad_b = grad.view(components, -1, grad.shape[1]).sum(1)
     return grad_x, grad_w, grad_s, grad_r, grad_b
 
 
@@ -191,6 +229,14 @@ def _by_draw(
     draws = s.shape[0]
     sides = [side.view(draws, -1, side.shape[1]) for side in ((grad, x) if first else (x, grad))]
     axis = 0 if first else 1  # of the outputs
+    if draws * weight.numel() <= TOGETHER and _by_kernel(weight, s):
+        own, made = torch.bmm(sides[0].transpose(1, 2), sides[1]), torch.empty_like(s)
+        grad_w = torch.empty_like(weight) if wanted else None
+        if first:
+            kernels.fold(own, weight, None, s, grad_w, None, made, False)
+        else:
+            kernels.fold(own, weight, s, None, grad_w, made, None, False)
+        return grad_w, made
     if weight.numel() < LARGE:
         own = torch.bmm(sides[0].transpose(1, 2), sides[1])  # [D, *weight]
         grad_s = (own * weight).sum(axis + 1)

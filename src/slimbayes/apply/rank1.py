@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slimbayes import context, fast
 from slimbayes import distributions as d
-from slimbayes.apply import folded, product, rows
+from slimbayes.apply import folded, product, rows, swept, swept_product
 from slimbayes.apply.base import (
     Inputs,
     KLTerm,
@@ -87,6 +87,10 @@ class Rank1Rule(Rule):
     def forward(self, op: Operation, inputs: Inputs, untiled: bool = False) -> Tensor:
         """The layer's output for these inputs."""
         frame = context.frame(self.name, inputs[0].shape[0], self.components, untiled)
+        if not self.additive and swept.usable(op, inputs[0], frame):
+            made = self._swept(op, inputs, frame)
+            if made is not None:
+                return made
         s = None if self.s is None else self._factor(self.s, "s", frame)  # [K, S, B or 1, C]
         r = None if self.r is None else self._factor(self.r, "r", frame)
         bias = None if op.bias is None else frame.pick(op.bias)  # [K, C]
@@ -113,6 +117,43 @@ class Rank1Rule(Rule):
             y = rowwise(y, r, op.output_axis, frame, torch.mul)
         return y if bias is None else rowwise(y, bias[:, None, None], op.output_axis, frame, torch.add)
 
+    def _swept(self, op: Operation, inputs: Inputs, frame: Frame) -> Tensor | None:
+        """The output by CPU kernels; None where they do not do it, or other ways take less time."""
+        x, (r, s) = inputs[0], (self._modules.get("r"), self._modules.get("s"))
+        if frame.tiled and (frame.noise == "shared" or not (_noisy(s) or _noisy(r))):
+            if not op.is_matrix or x.numel() > swept.MANY:
+                choice = folded.choose_shared(op, inputs, r is not None, s is not None, frame)
+                if choice.outer or (choice.inner and not op.is_matrix):
+                    return None
+        elif not frame.tiled and s is None:
+            return None
+        outer, inner = (
+            None if f is None else swept.seeded(f, stream, self.clip, frame, self.name)  # type: ignore[arg-type]
+            for stream, f in enumerate((r, s))
+        )
+        if (outer is None) != (r is None) or (inner is None) != (s is None):
+            return None
+        bias = swept.held(op, "bias")
+        if bias is not None:
+            bias = frame.pick(bias).contiguous()  # [K, C]
+        if op.is_matrix:
+            return swept_product.multiplied(op, x.contiguous(), inner, outer, bias, frame)
+        slots = op.input_slots
+        if len(slots) != 1 or slots[0].position != 0:
+            return None
+        if inner is not None:
+            draws = 1 if frame.tiled else frame.draws
+            changed = swept.scaled(x, inner, None, slots[0].axis, draws, private=True)
+            if changed is None:
+                return None
+            x = changed
+        y = op.compute((x, *inputs[1:]), op.weight, None)
+        if outer is None:
+            frame.tiled = True
+            return rows.affine(y, None, bias, op.output_axis, frame)
+        done = swept.scaled(y, outer, bias, op.output_axis, own=True)
+        return swept.scaled(y.contiguous(), outer, bias, op.output_axis, own=True) if done is None else done
+
     def covered(self, seen: set[str]) -> bool:
         """Whether the KL of its factors is among those ``seen``: both are done together."""
         return f"{self.name}.r" in seen or f"{self.name}.s" in seen
@@ -128,6 +169,10 @@ class Rank1Rule(Rule):
     def means(self, op: Operation) -> Iterator[Tensor]:
         """None: the shared weight and the biases are point estimates under weight decay."""
         return iter(())
+
+
+def _noisy(factor: nn.Module | None) -> bool:
+    return factor is not None and type(factor._modules["spread"]) is not DeltaPosterior
 
 
 def _added(

@@ -12,7 +12,7 @@ from slimbayes import distributions as d
 from slimbayes.apply import fused
 from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, per_draw, rowwise, sample, scale_inputs
 from slimbayes.apply.local import add_thin_noise, local_variance, thin_factors, thin_factors_of_logs
-from slimbayes.apply.weights import sample_weights
+from slimbayes.apply.weights import by_kernel, make_weights, sample_weights
 from slimbayes.context import Frame
 from slimbayes.kernels.local import local_noise, thin_squares
 from slimbayes.kernels.noise import packed_signs
@@ -89,9 +89,9 @@ class SampledRule(Rule):
 
         def now() -> tuple[Operation, Raw | None, RawPrior | None]:
             spread, tensor, name, inputs = self.tensor(op, which)
-            return op, raw_spread(spread, tensor), self._own_prior(name, inputs)
+            return op, raw_spread(spread, tensor), self.own_prior(name, inputs)
 
-        return raw, self._own_prior(source, fan_in), now
+        return raw, self.own_prior(source, fan_in), now
 
     def _per_draw(self, op: Operation, which: str, frame: Frame, centred: bool = False) -> Tensor:
         """One sample per draw of "weight" or "bias", [draws, *shape]; without the mean when ``centred``."""
@@ -121,14 +121,18 @@ class SampledRule(Rule):
 
         def in_one() -> Tensor:
             left = Byproduct([source], [raw], [prior], [owner])
-            (value,) = sample_weights(left, [frame.once(f"{source}.noise", noise)], [centred])
-            if frame.draw is not None and torch.is_grad_enabled():
-                frame.draw.byproducts[source] = left
+            draw = frame.draw
+            if (draw is None or draw.seed is None) and by_kernel(left):
+                (value,) = make_weights(left, frame.draws, [centred], _earlier_noise(source, frame))
+            else:
+                (value,) = sample_weights(left, [frame.once(f"{source}.noise", noise)], [centred])
+            if draw is not None and (torch.is_grad_enabled() or left.draws):
+                draw.byproducts[source] = left
             return value
 
         return frame.once(key, in_one)
 
-    def _own_prior(self, source: str, fan_in: int | None) -> RawPrior | None:
+    def own_prior(self, source: str, fan_in: int | None) -> RawPrior | None:
         """The numbers of a Normal prior on this tensor, unless it is another layer's, which has its own prior."""
         if self.prior is None or source not in (f"{self.name}.weight", f"{self.name}.bias"):
             return None
@@ -143,7 +147,7 @@ class SampledRule(Rule):
         cache = {} if frame.draw is None else frame.draw.cache
         key = {"noise": f"{source}.centred"}.get(form, source if form == "sample" else f"{source}.{form}")
         if key not in cache:
-            prior = self._own_prior(source, fan_in)
+            prior = self.own_prior(source, fan_in)
             cache[key], cache[f"{key}.second"], sums = fused.sample(posterior, mean, prior, form, frame)
             if frame.draw is not None and sums is not None:
                 frame.draw.byproducts[source] = sums
@@ -237,7 +241,7 @@ class SampledRule(Rule):
         assert isinstance(self.weight, KTiedPosterior)
         a, b = thin_factors_of_logs(*op.matrix_sides(self.weight.log_u, self.weight.log_v))
         weight = op.weight
-        if fused.sums_mean(self.weight, weight, self._own_prior(self.weight_source, op.fan_in)):
+        if fused.sums_mean(self.weight, weight, self.own_prior(self.weight_source, op.fan_in)):
             weight = self._by_kernel(op, "weight", frame, "mean")[0].squeeze(0)
         dtype = fused.compute_dtype(weight)
         if torch.is_autocast_enabled(x.device.type) and x.dtype != dtype:
@@ -293,6 +297,15 @@ class SampledRule(Rule):
             yield op.weight
         if self.bias is not None and op.bias is not None:
             yield op.bias
+
+
+def _earlier_noise(source: str, frame: Frame) -> tuple[int, int] | None:
+    """The seed and the first stream of the noise with which this draw has sampled a tensor in its other form."""
+    for left in [] if frame.draw is None else frame.draw.byproducts.values():
+        found = left.noise_of(source) if isinstance(left, Byproduct) else None
+        if found is not None:
+            return found
+    return None
 
 
 def _add_signed(y: Tensor, noise: Tensor, signs: Tensor, axis: int, frame: Frame) -> Tensor:

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from slimbayes.logsigma import interpolates
+from slimbayes.native import weights as kernel
+from slimbayes.noise import transformed
 from slimbayes.weightkl import (
     Byproduct,
     Number,
-    Pending,
-    Raw,
     RawPrior,
     add_pull,
     number,
+    plain,
     pull,
     scale_of,
     spread_gradients,
@@ -32,29 +33,51 @@ def sample_weights(known: Byproduct, noises: Sequence[Tensor], centred: Sequence
 
     What a KL can take over is left in ``known``.
     """
-    plan = _Plan(known.raws, known.priors, centred, known.pending)
-    tensors = [tensor for raw in known.raws for tensor in raw.parameters]
-    made: tuple[Any, ...] = _Samples.apply(plan, *tensors, *noises)  # type: ignore[no-untyped-call]
+    plan = _Plan(known, centred)
+    made: tuple[Any, ...] = _Samples.apply(plan, *known.tensors, *noises)  # type: ignore[no-untyped-call]
     count = len(known.raws)
     known.scales = list(made[count:])
     known.node = made[0].grad_fn
     return list(made[:count])
 
 
+def by_kernel(known: Byproduct) -> bool:
+    """Whether the kernels in C sample these tensors, with noise of their own."""
+    return kernel.usable([raw.parameters for raw in known.raws])
+
+
+def make_weights(
+    known: Byproduct, draws: int, centred: Sequence[bool], noise: tuple[int, int] | None = None
+) -> list[Tensor]:
+    """The same by the kernels in C; ``noise`` is the seed and the first stream of ε, else the seed is new."""
+    known.draws, known.noise = draws, (kernel.new_seed(), 0) if noise is None else noise
+    plan = _Plan(known, centred)
+    if not torch.is_grad_enabled():
+        return plan.sample([raw.parameters for raw in known.raws], False)
+    made: tuple[Tensor, ...] = _Made.apply(plan, *known.tensors)  # type: ignore[no-untyped-call]
+    known.node, known.sums = made[0].grad_fn, plan.sums
+    return list(made)
+
+
 class _Plan:
     """What the operation knows of its tensors, which come in groups: mean, then the spread's parameters."""
 
-    def __init__(
-        self,
-        raws: Sequence[Raw],
-        priors: Sequence[RawPrior | None],
-        centred: Sequence[bool],
-        pending: Pending,
-    ) -> None:
-        self.sizes = [len(raw.parameters) for raw in raws]
-        self.priors = priors
+    def __init__(self, known: Byproduct, centred: Sequence[bool]) -> None:
+        self.sizes = [len(raw.spread) + 1 for raw in known.raws]
+        self.priors = known.priors
         self.centred = centred
-        self.pending = pending
+        self.pending = known.pending
+        self.draws, self.noise = known.draws, known.noise
+        self.sums: list[kernel.Sums] = []
+
+    def sample(self, groups: Sequence[Sequence[Tensor]], counted: bool) -> list[Tensor]:
+        """Samples by the kernel, and where they are ``counted`` the sums of their KL."""
+        centres = None
+        if counted:
+            centres = [0.0 if prior is None else prior.loc or 0.0 for prior in self.priors]
+        seed, stream = self.noise
+        made, self.sums = kernel.sample(groups, self.centred, self.draws, seed, centres, stream)
+        return made
 
     def groups(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
         """One slice of ``tensors`` for each random tensor."""
@@ -97,24 +120,73 @@ class _Samples(torch.autograd.Function):
         count = len(plan.sizes)
         saved = ctx.saved_tensors
         tensors, noises, scales = saved[: -2 * count], saved[-2 * count : -count], saved[-count:]
-        left = plan.pending.take()
-        factor = None if left is None else number(left)
-        needs = plan.groups(ctx.needs_input_grad[1:])
-        found: list[Tensor | None] = []
-        with _Full(tensors[0]):
-            for i, (mean, *spread) in enumerate(plan.groups(tensors)):
-                prior = None if factor is None else plan.priors[i]
-                grad, scale = grads[i], scales[i]
-                own = None if plan.centred[i] else grad
-                found.append(_mean_gradient(own, mean, prior, factor) if needs[i][0] else None)
-                slope = None if grad is None else _total(grad * noises[i])
-                if prior is not None and scale is not None:
-                    slope = add_pull(slope, scale, prior, factor)  # type: ignore[arg-type]
-                if slope is None or not any(needs[i][1:]):
-                    found += [None] * len(spread)
-                else:
-                    found += spread_gradients(slope, spread)
+        found = _gradients(plan, grads, tensors, noises, scales, ctx.needs_input_grad[1:])
         return None, *found, *[None] * count
+
+
+class _Made(torch.autograd.Function):
+    """The same, forwards and backwards one sweep each by the kernels in C, which make ε again."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(plan.sample(plan.groups(tensors), any([prior is not None for prior in plan.priors])))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan, tensors = ctx.plan, ctx.saved_tensors
+        groups, (seed, stream), draws = plan.groups(tensors), plan.noise, plan.draws
+        if torch.is_grad_enabled() or transformed() or not all([one is None or plain(one) for one in grads]):
+            streams = range(stream, stream + draws * len(groups), draws)
+            noises = [
+                kernel.noise_of(mean, draws, seed, own)
+                for (mean, *_), own in zip(groups, streams, strict=True)
+            ]
+            scales = [None] * len(groups)
+            return None, *_gradients(plan, grads, tensors, noises, scales, ctx.needs_input_grad[1:])
+        left = plan.pending.take()
+        pulls = [_pulls(prior, 0.0 if left is None else left.item()) for prior in plan.priors]
+        needs = plan.groups(ctx.needs_input_grad[1:])
+        return None, *kernel.gradients(groups, plan.centred, draws, seed, grads, needs, pulls, stream)
+
+
+def _pulls(prior: RawPrior | None, factor: float) -> kernel.Pull:
+    """What a KL with this factor adds, as the kernels take it."""
+    if prior is None or factor == 0.0:
+        return kernel.NO_PULL
+    own = factor * prior.precision
+    return (0.0, 0.0, own, factor) if prior.loc is None else (prior.loc, own, own, factor)
+
+
+def _gradients(
+    plan: _Plan,
+    grads: Sequence[Tensor | None],
+    tensors: Sequence[Tensor],
+    noises: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of all parameters by torch's operations."""
+    left = plan.pending.take()
+    factor = None if left is None else number(left)
+    needs = plan.groups(needed)
+    found: list[Tensor | None] = []
+    with _Full(tensors[0]):
+        for i, (mean, *spread) in enumerate(plan.groups(tensors)):
+            prior = None if factor is None else plan.priors[i]
+            grad, scale = grads[i], scales[i]
+            own = None if plan.centred[i] else grad
+            found.append(_mean_gradient(own, mean, prior, factor) if needs[i][0] else None)
+            slope = None if grad is None else _total(grad * noises[i])
+            if prior is not None and scale is not None:
+                slope = add_pull(slope, scale, prior, factor)  # type: ignore[arg-type]
+            if slope is None or not any(needs[i][1:]):
+                found += [None] * len(spread)
+            else:
+                found += spread_gradients(slope, spread)
+    return found
 
 
 def _sample(

@@ -23,7 +23,16 @@ _UINT, _ULONG, _FLOAT = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
 _ARGUMENTS: dict[str, list[type[ctypes._SimpleCData]]] = {  # type: ignore[type-arg]
     "slimbayes_use_threads": [_POINTER],
     "slimbayes_noise": [_POINTER, _LONG, _INT, _ULONG, _UINT, _INT],
+    "slimbayes_sweep_slots": [_POINTER, *[_LONG] * 5],
+    "slimbayes_sweep": [*[_POINTER] * 11, *[_LONG] * 6, _INT, _INT, _FLOAT, _ULONG, _UINT, _INT],
+    "slimbayes_factor": [_POINTER, *[_LONG] * 3, _INT, _ULONG, _UINT, _INT],
+    "slimbayes_normal_kl": [*[_POINTER] * 3, _LONG, _FLOAT, _FLOAT, _POINTER, _INT],
+    "slimbayes_normal_kl_gradients": [*[_POINTER] * 3, _LONG, *[_FLOAT] * 3, _POINTER, _POINTER, _INT],
+    "slimbayes_fold": [*[_POINTER] * 8, *[_LONG] * 4, _INT, _INT],
+    "slimbayes_sample_weights": [_POINTER, _LONG, _LONG, _ULONG, _POINTER, _INT],
+    "slimbayes_weight_gradients": [_POINTER, _LONG, _LONG, _ULONG, _INT],
 }
+_RETURNS = {"slimbayes_sample_weights": _INT, "slimbayes_weight_gradients": _INT}  # 1: memory lacks
 
 
 def library() -> ctypes.CDLL | None:
@@ -53,7 +62,7 @@ def _load() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(path))
         for name, arguments in _ARGUMENTS.items():
             function = getattr(found, name)
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, _RETURNS.get(name)
     except (OSError, AttributeError):  # of another machine, or of other sources than these
         return None
     found.slimbayes_use_threads(_openmp())

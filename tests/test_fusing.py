@@ -189,6 +189,67 @@ def sum_in_front(norm):
     return function
 
 
+def sum_overwritten(norm):
+    def function(y, r, x, s, t):
+        v = row_product(y, r) + x
+        v.relu_()
+        return row_product(norm(v), s), t * 2
+
+    return function
+
+
+def result_overwritten(norm):
+    def function(y, r, x, s, t):
+        z = norm(row_product(y, r)) + x
+        z.mul_(2.0)
+        return row_product(z, s), row_product(z, t)
+
+    return function
+
+
+@pytest.mark.parametrize("make", [sum_overwritten, result_overwritten])
+def test_what_is_overwritten_before_it_is_read(make) -> None:
+    norm = nn.BatchNorm2d(C).double()
+    inputs = [INPUTS[name] for name in "yrxst"]
+    with torch.no_grad():
+        expected = make(norm)(*inputs)
+        found = compiled(make(norm), [])(*inputs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.LeakyReLU, nn.Hardswish, nn.ELU])
+def test_an_activation_in_place_behind_the_sum(activation) -> None:
+    """The norm is fused without the sum, which the activation writes over."""
+    act = activation(inplace=True)
+
+    def block(norm):
+        def function(y, r, x, s, t):
+            z = norm(row_product(y, r))
+            z += x
+            z = act(z)
+            return row_product(z, s), z, t * 2
+
+        return function
+
+    check(block, "yrxst", [1])
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_inside_transforms_nothing_is_fused(transform: str) -> None:
+    norm = nn.BatchNorm2d(C, track_running_stats=False).double()
+    inner = lambda y, r: F.relu(norm(row_product(y, r))).square().sum()  # noqa: E731
+    y, r = image(0), factor(1)
+    if transform == "grad":
+        function, inputs = torch.func.grad(inner), (y, r)
+    else:
+        function, inputs = torch.vmap(inner), (torch.stack([y, 2 * y]), torch.stack([r, r]))
+    counts: list[int] = []
+    found = compiled(lambda *given: function(*given), counts)(*inputs)
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-9, atol=1e-9)
+    assert counts == [0]
+
+
 @pytest.mark.parametrize("make", [in_place_block, sum_in_front])
 def test_fused_with_the_same_results(make) -> None:
     check(make, "yrxst", [1])

@@ -18,6 +18,7 @@ from slimbayes.graphs import (
     is_relu,
     late,
     only_user,
+    overwritten,
     sides,
     suits,
 )
@@ -123,6 +124,8 @@ class _Norm:
         keep = len(total.users) > 1
         arguments = (*own[:2], *other[:2], *self._affine(), s, self.given["eps"], relu, keep)
         inner = [*own[2], *other[2], total, self.node, *tail]
+        if overwritten(total, inner):  # the gradients need it
+            return 0
         return self._replace(SUM_NORM_ROWS, arguments, [total, [self.node, *tail][-1]], inner)
 
     def before_sum(self) -> int:
@@ -141,6 +144,8 @@ class _Norm:
         if relu and behind is not None:
             inner.append(behind)
         z = inner[-1]
+        if overwritten(z, inner):  # the gradients need it
+            return 0
         scaled = [
             user for user in z.users if is_product(user) and user.args[0] is z and user.args[1] is not z
         ]
@@ -204,8 +209,8 @@ class _Norm:
         if not readers:
             return 0
         place = min(readers, key=order.__getitem__)
-        behind = late(arguments, place, order)
-        if behind is None or disturbed([*inner, *behind, place], order):
+        behind = late(arguments, place, order, inner)
+        if behind is None or disturbed([*inner, *behind], order, place):
             return 0
         for node in behind:
             place.prepend(node)

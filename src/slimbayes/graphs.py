@@ -54,16 +54,28 @@ def _channels_last(image: Tensor) -> bool:
 def example(value: Any) -> Tensor | None:
     """The tensor that stands for a value, if one is known."""
     found = value.meta.get("example_value") if isinstance(value, fx.Node) else None
-    return found if isinstance(found, Tensor) else None
+    if not isinstance(found, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(found):
+        return None  # inside torch.func our operations have no rules
+    return found
 
 
-def late(arguments: tuple[Any, ...], place: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
-    """What the arguments need from behind ``place``, in order; None if it cannot be moved before it."""
+def late(
+    arguments: tuple[Any, ...], place: fx.Node, order: dict[fx.Node, int], inner: Iterable[fx.Node] = ()
+) -> list[fx.Node] | None:
+    """What the arguments need from behind ``place``, in order; None if it cannot be moved before it.
+
+    Nor if that needs one of ``inner``, which are to be replaced.
+    """
+    replaced = set(inner)
     found: set[fx.Node] = set()
     waiting = [argument for argument in arguments if isinstance(argument, fx.Node)]
     while waiting:
         node = waiting.pop()
-        if node in found or order[node] < order[place]:
+        if node in found:
+            continue
+        if node in replaced:
+            return None
+        if order[node] < order[place]:
             continue
         pure = node.op == "call_method" and node.target in _PURE
         if node is place or not (pure or (node.op == "call_function" and node.target is operator.getitem)):
@@ -73,14 +85,39 @@ def late(arguments: tuple[Any, ...], place: fx.Node, order: dict[fx.Node, int]) 
     return sorted(found, key=order.__getitem__)
 
 
-def disturbed(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> bool:
+def _shares(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that stand for values lie in the same memory."""
+    shares: bool = torch._C._is_alias_of(one, other)  # type: ignore[attr-defined]
+    return shares
+
+
+def overwritten(node: fx.Node, inner: Iterable[fx.Node]) -> bool:
+    """Whether a reader outside ``inner`` writes to a value, or to a view of it."""
+    own = example(node)
+    seen, waiting = set(inner), [node]
+    while waiting:
+        value = waiting.pop()
+        for user in value.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if _writes(user) and value in user.args[:1]:
+                return True
+            found = example(user)
+            if own is not None and found is not None and _shares(own, found):
+                waiting.append(user)
+    return False
+
+
+def disturbed(nodes: Iterable[fx.Node], order: dict[fx.Node, int], until: fx.Node | None = None) -> bool:
     """Whether these nodes cannot be one operation, at whichever of their places, for what lies between them.
 
     A mode of autograd or autocast that changes, or memory that is written: an operation in another place would see
     another mode or other values. Nodes of the collection itself may write.
     """
     members = set(nodes)
-    node, last = min(members, key=order.__getitem__), max(members, key=order.__getitem__)
+    ends = [*members] if until is None else [*members, until]
+    node, last = min(ends, key=order.__getitem__), max(ends, key=order.__getitem__)
     while node is not last:
         if node not in members and (_switches(node) or _writes(node)):
             return True

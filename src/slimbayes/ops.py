@@ -2,7 +2,8 @@
 
 ``torch.library.custom_op`` takes 2 ms for each, most of it for a dataclass and a Function that only the first
 gradient needs and for finding its caller's source; every import would pay. This makes the same registrations,
-and leaves the machinery of the gradients to the first call.
+and leaves the machinery of the gradients to the first call. Should a version of torch lack what that takes, it is
+``custom_op`` after all.
 
 >>> import torch
 >>> @operation("doctest_twice", "(Tensor x) -> Tensor")
@@ -22,11 +23,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
-from torch._library import autograd
-from torch._library.custom_ops import get_library_allowing_overwrite
 
 NAMESPACE = "slimbayes"
+try:  # what torch keeps for itself, and may change
+    from torch._compile import _disable_dynamo
+    from torch._library import autograd
+    from torch._library.custom_ops import get_library_allowing_overwrite
+
+    DIRECT = {"_backward_fn", "_setup_context_fn"} <= set(autograd.Info.__annotations__)
+    DIRECT = DIRECT and callable(autograd.make_autograd_impl)
+except (ImportError, AttributeError):
+    DIRECT = False
 
 # Compiled code hands over the strides that a kernel would see in eager code; newer versions do so unasked.
 _TAGS = (
@@ -49,10 +56,17 @@ class CustomOp:
                 f"slimbayes::{name}{schema} writes to an argument: use torch.library.custom_op for it"
             )
         self.name = name
+        self._made: Any = None
+        if not DIRECT:
+            self._made = torch.library.custom_op(
+                f"{NAMESPACE}::{name}", function, mutates_args=(), schema=schema
+            )
+            self.overload: Any = getattr(getattr(torch.ops, NAMESPACE), name).default
+            return
         self.formula = autograd.Info(None, None)
         self._library = get_library_allowing_overwrite(NAMESPACE, name)
         self._library.define(name + schema, tags=_TAGS)
-        self.overload: Any = getattr(getattr(torch.ops, NAMESPACE), name).default
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         self._library.impl(name, _kernel(name, function), "CompositeExplicitAutograd")
         gradients = _differentiated(self.overload, self.formula)
         self._library.impl(name, gradients, "Autograd", with_keyset=True)
@@ -65,6 +79,9 @@ class CustomOp:
 
     def register_fake(self, function: Callable[..., Any]) -> None:
         """The outputs' shapes, without their values."""
+        if self._made is not None:
+            self._made.register_fake(function)
+            return
         # From this line for all of them: torch searches all modules for its caller's, and finds a known one at once.
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", function, lib=self._library)
 
@@ -72,6 +89,9 @@ class CustomOp:
         self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
     ) -> None:
         """The gradients, as ``torch.library.register_autograd`` takes them."""
+        if self._made is not None:
+            self._made.register_autograd(backward, setup_context=setup_context)
+            return
         self.formula._backward_fn, self.formula._setup_context_fn = backward, setup_context
 
 
@@ -93,7 +113,7 @@ def _kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return _disable_dynamo(run)  # or dynamo would trace it, called between two compiled pieces
 
 
-def _differentiated(overload: Any, formula: autograd.Info) -> Any:
+def _differentiated(overload: Any, formula: Any) -> Any:
     @_disable_dynamo
     def first(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # Without a backward too: whoever asks for the gradient then hears that there is none.

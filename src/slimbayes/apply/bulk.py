@@ -191,7 +191,7 @@ def _sample(group: Group, draw: Draw) -> None:
     examples = draw.batch if draw.noise == "example" else 1
     widths = [factor.loc.shape[1] for factor in group.factors]
     kind, dtype = first.device.type, first.dtype
-    if torch.is_autocast_enabled(kind):
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
     loc, rho = joined(group)
     seed = torch.randint(0, 2**62, (1,), device=first.device)

@@ -47,7 +47,7 @@ def prefill_points(layers: Iterable[tuple[Rule, Operation]], draw: Draw) -> None
         return
     first = factors[0].loc
     kind, dtype = first.device.type, first.dtype
-    if torch.is_autocast_enabled(kind):
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
     flat = join([factor.loc for factor in factors])
     widths = [factor.loc.shape[1] for factor in factors]

@@ -37,7 +37,9 @@ def scaled_conv(
     True
     """
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    double = torch.float64 in (x.dtype, weight.dtype)  # which autocast leaves alone
+    cast = torch.is_autocast_enabled(kind) and not double
+    dtype = torch.get_autocast_dtype(kind) if cast else weight.dtype
     with torch.no_grad():  # its gradient is the operation's own
         scaled = (x * s.to(x.dtype)[:, :, None, None]).to(dtype).contiguous(memory_format=LAST)
     y: Tensor = torch.ops.slimbayes.scaled_conv(

@@ -41,7 +41,9 @@ def _store_sample(at, loc, sigma, noise, mask, clip, FAMILY: tl.constexpr, CLIP:
         noise = tl.abs(noise)
     value, _ = _value(loc, sigma, noise, FAMILY)
     if CLIP:
-        value = tl.minimum(tl.maximum(value, -clip), clip)
+        value = tl.where(
+            value > clip, clip, tl.where(value < -clip, -clip, value)
+        )  # keeps what is not a number
     tl.store(at, value.to(at.dtype.element_ty), mask=mask)
 
 

@@ -96,7 +96,7 @@ def normalize(
     where = p[:, None] * C + c[None, :]
     inside = (p < P)[:, None] & keep[None, :]
     z = tl.load(y + base + where, mask=inside, other=0.0).to(tl.float32) * slope + offset[None, :]
-    z = tl.maximum(z, tl.where(relu != 0, 0.0, float("-inf")))
+    z = tl.where((relu != 0) & (z < 0.0), 0.0, z)  # not a maximum, which would hide what is not a number
     z *= _factor(s, at, keep, has_s)[None, :]
     tl.store(u + base + where, z.to(u.dtype.element_ty), mask=inside)
 

@@ -114,7 +114,7 @@ def normalize_sum(
     inside = (p < P)[:, None] & keep[None, :]
     value = tl.load(y + base + where, mask=inside, other=0.0).to(tl.float32) * slope + offset[None, :]
     value += tl.load(x + base + where, mask=inside, other=0.0).to(tl.float32)
-    value = tl.maximum(value, tl.where(relu != 0, 0.0, float("-inf")))
+    value = tl.where((relu != 0) & (value < 0.0), 0.0, value)  # keeps what is not a number
     kept = value.to(z.dtype.element_ty)
     tl.store(z + base + where, kept, mask=inside)
     value = kept.to(tl.float32)

@@ -14,7 +14,8 @@ PEERS := .venv-peers
 RESULTS := bench/results
 
 # One torch thread per test worker: more only makes the workers wait for each other.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov
+# worksteal keeps neighbouring tests, which share fixtures, in one worker.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov
 
 # $(1): what to install. One dot per package; pip's own words go to a log, whose end is shown on failure.
 define install

@@ -264,7 +264,7 @@ def test_an_error_ends_the_other_processes(tmp_path):
         training=Training(epochs=10_000_000, batch_size=31),
     )
     with pytest.raises(TrainingError, match="not finite at step"):
-        run_it(config, folder=tmp_path, jobs=3)
+        run_it(dataclasses.replace(config, seeds=(0,)), folder=tmp_path, jobs=2)
     assert not multiprocessing.active_children()
 
 

@@ -319,6 +319,7 @@ def pieces(model, x, samples, noise, batch_cuts, sample_cuts, seed=7):
     return torch.cat(rows, 1)
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("noise", ["example", "shared"])
 @pytest.mark.parametrize("method", METHODS)
 def test_seeded_draws_do_not_depend_on_the_split(method, noise):

@@ -47,6 +47,7 @@ LAYERS = {
 METHODS = {"MeanField": sb.MeanField, "KTied": lambda estimator: sb.KTied(rank=2, estimator=estimator)}
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("estimator", ["shared", "flipout", "local"])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("method", METHODS)

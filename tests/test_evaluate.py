@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import slimbayes as sb
 from slimbayes import metrics
 from slimbayes.data.base import Scaling
-from slimbayes.evaluate import Evaluation, assess
+from slimbayes.evaluate import assess
+from slimbayes.metrics import Evaluation
 from slimbayes.metrics import evaluation as module
 
 N = 90

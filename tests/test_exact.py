@@ -186,6 +186,7 @@ def test_rank_one_cannot_hold_this_optimum(monkeypatch):
     assert (problem.elbo(*problem.optimum) - problem.elbo(*current(model))) / len(x) > 2e-3
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize(
     ("name", "samples"),
     [("shared", 512), ("flipout", 128), ("local", 128), ("KTied local", 128)],

@@ -163,6 +163,7 @@ def same(actual, expected, tolerance=1e-6):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.uncounted(but=8)
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("method", METHODS)
 def test_late_equals_early(method, network):
@@ -179,6 +180,8 @@ def test_late_equals_early(method, network):
                 inputs = doubled(make(batch))
                 early, late = both_ways(model, inputs, samples=samples, noise=noise, seed=1)
                 same(late, early, 1e-10)
+                if noise == "mean":  # a seed is nothing to it
+                    continue
                 torch.manual_seed(4)
                 with sb.fast_paths(late=False):
                     early = sb.draw(model, *inputs, samples=samples, noise=noise)

@@ -63,6 +63,7 @@ def tight(monkeypatch, available):
     monkeypatch.setattr(predicting, "small", lambda rows, components: False)
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("method", METHODS)
 def test_any_budget_gives_the_same_prediction(method, monkeypatch):
     model = convert(residual_net, METHODS[method]()).eval()

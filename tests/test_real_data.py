@@ -23,6 +23,7 @@ def needs(*names):
     )
 
 
+@pytest.mark.uncounted
 @pytest.mark.slow
 @needs("mnist.npz")
 def test_mnist_mlp(tmp_path):
@@ -38,6 +39,7 @@ def test_mnist_mlp(tmp_path):
     assert metrics["shifted"]["rotation"]["5"]["nll"] > 2 * metrics["clean"]["nll"]
 
 
+@pytest.mark.uncounted
 @pytest.mark.slow
 @needs("cifar10.npz", "svhn_test.npz")
 def test_cifar10_small_wrn(tmp_path):

@@ -63,6 +63,7 @@ def converted(network, method, **options):
     return sb.bayesianize(build(), METHODS[method](), **options), inputs, targets
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize(("network", "method"), CASES)
 def test_runs_trains_and_predicts(network, method):
     model, inputs, targets = converted(network, method)

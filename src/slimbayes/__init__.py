@@ -9,9 +9,9 @@
 torch.Size([8, 3])
 """
 
-from slimbayes import data, metrics, models
-from slimbayes.checkpoint import CheckpointError, load, save
-from slimbayes.compiling import compile
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from slimbayes.context import RowError
 from slimbayes.convert import bayesianize
 from slimbayes.draws import draw
@@ -35,9 +35,25 @@ from slimbayes.predict import predict
 from slimbayes.predictive import Predictive
 from slimbayes.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
 from slimbayes.summary import Summary, summary
-from slimbayes.training import FitResult, Training, TrainingError, fit
+
+if TYPE_CHECKING:
+    from slimbayes import data, metrics, models
+    from slimbayes.checkpoint import CheckpointError, load, save
+    from slimbayes.compiling import compile
+    from slimbayes.training import FitResult, Training, TrainingError, fit
 
 __version__ = "0.1.0"
+
+# Rooms that not everybody needs, imported when one of these is first asked for. None of their names may be that of
+# a room itself: importing the room would put the module in the place of what it holds.
+_LATE = {
+    "checkpoint": ("CheckpointError", "load", "save"),
+    "compiling": ("compile",),
+    "data": (),
+    "metrics": (),
+    "models": (),
+    "training": ("FitResult", "Training", "TrainingError", "fit"),
+}
 
 __all__ = [
     "ECMP",
@@ -85,3 +101,18 @@ __all__ = [
     "save",
     "summary",
 ]
+
+
+if not TYPE_CHECKING:  # or no misspelt name would be an error to a type checker
+
+    def __getattr__(name: str) -> Any:
+        for room, names in _LATE.items():
+            if name == room or name in names:
+                module = import_module(f"slimbayes.{room}")
+                value = globals()[name] = module if name == room else getattr(module, name)
+                return value
+        raise AttributeError(f"module 'slimbayes' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,13 @@ from torch.utils import _pytree as pytree
 
 from slimbayes.draws import check_options, flatten_inputs
 from slimbayes.likelihoods import Categorical, Likelihood
-from slimbayes.metrics.evaluation import Evaluation
 from slimbayes.predict import check_chunk, predict_flat
 from slimbayes.record import find_record, unwrap
 
-__all__ = ["Evaluation", "assess", "evaluate"]
+if TYPE_CHECKING:
+    from slimbayes.metrics import Evaluation
+
+__all__ = ["assess", "evaluate"]
 
 _HELD = 1 << 25  # output elements of all draws held at a time where the rows of a pass are bounded
 
@@ -100,6 +102,8 @@ def assess(
     >>> assess(net, [(torch.zeros(5, 3), torch.zeros(5, dtype=torch.long))], seed=0).examples["entropy"].shape
     torch.Size([5])
     """
+    from slimbayes.metrics import Evaluation  # not everybody who imports slimbayes wants all metrics
+
     components = find_record(model).components
     check_options(samples, noise, seed)
     check_chunk(chunk)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ def mixture_quantile(q: float, loc: Tensor, scale: Tensor) -> Tensor:
     >>> round(float(mixture_quantile(0.5, torch.tensor([[-1.0], [1.0]]), torch.ones(2, 1))), 5)
     0.0
     """
+    from statistics import NormalDist  # takes a while
+
     ends = loc + NormalDist().inv_cdf(q) * scale  # [D, B, ...]
     low, high = ends.amin(0), ends.amax(0)  # the mixture's quantile lies among its components'
     spread = max(((high - low) / scale.amin(0)).flatten().tolist(), default=0.0)

@@ -45,7 +45,7 @@ def fresh_noise(kind: str, size: tuple[int, ...], dtype: torch.dtype, device: to
                 seed = torch.randint(1 << 62, (1,), device=device)
                 made: Tensor = noise(seed, kind, size, dtype)
                 return made
-        elif device.type == "cpu" and count >= _fewest(kind) and not transformed():
+        elif device.type == "cpu" and count >= _fewest(kind) and not (transformed() or torch._C._get_tracing_state() is not None):
             seed_of_all = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
             return _on_cpu(seed_of_all, kind, size, dtype)
     return _plain(kind, size, dtype, device)

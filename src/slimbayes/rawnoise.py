@@ -70,8 +70,7 @@ def pieces(count: int) -> list[tuple[int, int]]:
 class _Local(threading.local):
     """One generator for each thread: to make one takes longer than to set its state."""
 
-    def __init__(self) -> None:
-        self.source = np.random.SFC64(0)
+    source: Any = None
 
 
 _LOCAL = _Local()
@@ -81,6 +80,8 @@ class Words:
     """The stream of 64-bit words that belongs to a seed and a kind of noise; one at a time in a thread."""
 
     def __init__(self, seed: int, number: int) -> None:
+        if _LOCAL.source is None:
+            _LOCAL.source = np.random.SFC64(0)
         state = np.array([seed, 0, (_GOLDEN + number) % 2**64, 1], np.uint64)
         _LOCAL.source.state = {
             "bit_generator": "SFC64",

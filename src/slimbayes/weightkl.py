@@ -132,7 +132,7 @@ class Byproduct:
 
     def valid(self, layers: Sequence[object]) -> bool:
         """Whether there is a KL to take over: the tensors still belong to these layers, and have not changed."""
-        if torch.compiler.is_compiling() or not self.with_kl:
+        if torch.compiler.is_compiling() or not self.with_kl or not (self.sums or self.scales):
             return False  # compiled code has no part in a graph made outside of it
         if self.facts is not None:
             usable = fast.paths.weights and not transformed()

@@ -198,6 +198,7 @@ def test_the_worker_writes_its_cells(tmp_path, monkeypatch, capsys):
     assert any('"rank1"' in line for line in events)
 
 
+@pytest.mark.uncounted
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler"

@@ -163,15 +163,19 @@ def test_threads_change_no_bit(threads):
 def test_extreme_rho(rho):
     parameters = (torch.zeros(100), torch.full((100,), rho))
     noise = kernel.noise_of(parameters[0], 1, 3, 0)
-    grad = torch.randn(1, 100)
+    grad = torch.randn(1, 100, generator=torch.Generator().manual_seed(4))
     priors = [(0.0, 1.0)]
     (made,), (sums,) = kernel.sample([parameters], [False], 1, 3, [0.0])
     samples, kls, expected = reference([parameters], [False], [noise], [grad], 1e-3, priors)
     torch.testing.assert_close(made.to(F64), samples[0], rtol=5e-7, atol=0)
     assert sums == pytest.approx(kls[0][:3], rel=3e-7, abs=1e-12)
     found = kernel.gradients([parameters], [False], 1, 3, [grad], [[True, True]], pulls(1e-3, priors))
-    for value, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(value.to(F64), exact, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(found[0].to(F64), expected[0], rtol=1e-5, atol=1e-30)
+    # The gradient of ρ is a sum of three, g∘ε, κσ and −κ/σ, which may cancel: its error is that of the largest.
+    scale = torch.nn.functional.softplus(parameters[1].to(F64)) + 1e-7
+    terms = (grad[0] * noise[0]).to(F64).abs() + 1e-3 * (scale + 1 / scale)
+    allowed = 1e-6 * terms * torch.sigmoid(parameters[1].to(F64)) + 1e-30
+    assert ((found[1].to(F64) - expected[1]).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("level", [-60.0, -48.0, -43.5, -20.0, 0.0, 20.0, 43.0])

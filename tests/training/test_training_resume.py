@@ -1,13 +1,11 @@
 """A run that is killed and resumed ends with the weights of one that was not, bit for bit."""
 
 import csv
-import os
+import multiprocessing
 import random
-import signal
-import subprocess
+import runpy
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from slimbayes.training.state import read_state, write_state
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
-ROOT = Path(__file__).parents[2]
 COMMAND = (
     "train",
     "--data",
@@ -35,9 +32,12 @@ COMMAND = (
 )
 
 
-def start(out, *more):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV"))}
-    environment = {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+# Processes that begin where the imports are done: these take longer than the training.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["lightning.fabric", "slimbayes.cli", "slimbayes.training"])
+
+
+def start(monkeypatch, out, *more):
     words = [
         *COMMAND,
         "--network",
@@ -48,12 +48,10 @@ def start(out, *more):
         str(out),
         *more,
     ]
-    return subprocess.Popen(
-        [sys.executable, "-m", "slimbayes", *words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    monkeypatch.setattr(sys, "argv", ["slimbayes", *words])  # the process gets these
+    process = SERVER.Process(target=runpy.run_module, args=("slimbayes",), kwargs={"run_name": "__main__"})
+    process.start()
+    return process
 
 
 def rows(folder):
@@ -70,28 +68,30 @@ def state_step(folder):
 
 
 @pytest.mark.slow
-def test_sigkill_at_random_moments(tmp_path):
+def test_sigkill_at_random_moments(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = start(whole)
+    process = start(monkeypatch, whole)
     generator = random.Random(time.time_ns())
     moments = []
     for _ in range(2):
         before = state_step(killed)
-        victim = start(killed, "--resume")
-        while state_step(killed) == before and victim.poll() is None:
-            time.sleep(0.002)  # the program is up and has written a state of its own
+        victim = start(monkeypatch, killed, "--resume")
+        while state_step(killed) == before and victim.is_alive():
+            time.sleep(0.005)  # the program is up and has written a state of its own
         delay = generator.uniform(0, 0.5)
         time.sleep(delay)
-        victim.send_signal(signal.SIGKILL)
-        victim.wait()
+        victim.kill()
+        victim.join()
         moments.append((delay, state_step(killed)))
-    total = process.wait(120) or 360
-    assert process.returncode == 0, process.stderr.read()
+    process.join(120)
+    assert process.exitcode == 0
+    total = state_step(whole) or 360
     assert any(0 < step < total for _, step in moments), f"every kill came too late: {moments}"
     assert not (killed / "run.json").exists() or moments[-1][1] == total
-    last = start(killed, "--resume")
-    _, errors = last.communicate(timeout=120)
-    assert last.returncode == 0, errors
+    last = start(monkeypatch, killed, "--resume")
+    last.join(120)
+    assert last.exitcode == 0
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes(), moments
     assert rows(killed) == rows(whole)
     assert not list(killed.glob("*.partial"))
@@ -132,6 +132,7 @@ CASES = {
 }
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stop", [1, 7, 12])
 def test_interrupted_anywhere(tmp_path, case, stop):

@@ -76,6 +76,9 @@ class Rank1Rule(Rule):
         def make() -> Tensor:
             spread = _picked(factor, frame)
             if fast.paths.factors and frame.noise != "mean":
+                known = swept.sampled(factor, ("r", "s").index(which), self.clip, frame, self.name)
+                if known is not None:  # as the kernels make it, which may take another call of this layer
+                    return known
                 return sample_factor(spread, frame, source, self.clip)
             value = sample(spread, frame, source, frame.noise == "example", True)
             if self.clip is None or frame.noise == "mean":  # samples are clipped, means are not

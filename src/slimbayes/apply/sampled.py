@@ -122,7 +122,8 @@ class SampledRule(Rule):
         def in_one() -> Tensor:
             left = Byproduct([source], [raw], [prior], [owner])
             draw = frame.draw
-            if (draw is None or draw.seed is None) and by_kernel(left):
+            given = draw is not None and (source in draw.noises or frame.ahead(f"{source}.noise") is not None)
+            if not given and (draw is None or draw.seed is None) and by_kernel(left):
                 (value,) = make_weights(left, frame.draws, [centred], _earlier_noise(source, frame))
             else:
                 (value,) = sample_weights(left, [frame.once(f"{source}.noise", noise)], [centred])
@@ -301,7 +302,13 @@ class SampledRule(Rule):
 
 def _earlier_noise(source: str, frame: Frame) -> tuple[int, int] | None:
     """The seed and the first stream of the noise with which this draw has sampled a tensor in its other form."""
-    for left in [] if frame.draw is None else frame.draw.byproducts.values():
+    draw = frame.draw
+    if draw is None:
+        return None
+    forms = (source, f"{source}.centred")
+    if any([form in draw.prefilled and frame.ahead(form) is None for form in forms]):
+        return None  # inside activation checkpointing: what runs again takes its noise from the generator
+    for left in draw.byproducts.values():
         found = left.noise_of(source) if isinstance(left, Byproduct) else None
         if found is not None:
             return found

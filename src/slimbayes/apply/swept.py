@@ -77,6 +77,19 @@ def seeded(factor: Factor, stream: int, clip: float | None, frame: Frame, name: 
     )
 
 
+def sampled(factor: Factor, stream: int, clip: float | None, frame: Frame, name: str) -> Tensor | None:
+    """The same factor as a tensor [K, S, B or 1, C]; None where no call of its layer in this draw is the kernels'."""
+    if not (fast.paths.rows and fast.paths.factors and rows.eager()) or native.library() is None:
+        return None
+    if frame.draw is None or torch._C._get_tracing_state() is not None or transformed():
+        return None
+    made = seeded(factor, stream, clip, frame, name)
+    if made is None:
+        return None
+    value, _ = factor_of(made.source, made.loc, made.rho)
+    return clipped(value, made.source).unflatten(1, (frame.samples, -1))
+
+
 def held(module: nn.Module, name: str) -> Any:
     """An attribute, without the detour that a module's parameters take."""
     found = module._parameters.get(name)

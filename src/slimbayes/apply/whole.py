@@ -48,6 +48,8 @@ def compiled_weights(layers: Sequence[tuple[Rule, Operation]], draw: Draw, most:
     for rule, op in layers:
         if type(rule) is not SampledRule or (rule.estimator != "shared" and draw.noise == "example"):
             continue
+        if not op.training:  # it may be exported, and others do not know our operation
+            continue
         for which in ("weight", "bias"):
             posterior, mean, source, fan_in = rule.tensor(op, which)
             if mean is None or source in sources or not _suits(op, which, mean):

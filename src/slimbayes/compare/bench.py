@@ -23,8 +23,8 @@ from slimbayes.data import (
     out_of_distribution,
     shifts_for,
 )
-from slimbayes.evaluate import Evaluation, assess
-from slimbayes.metrics import ood_scores
+from slimbayes.evaluate import assess
+from slimbayes.metrics import Evaluation, ood_scores
 from slimbayes.models import default_network
 from slimbayes.predict import predict
 from slimbayes.provenance import provenance

@@ -36,8 +36,8 @@ _RETURNS = {"slimbayes_sample_weights": _INT, "slimbayes_weight_gradients": _INT
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where there are none or they are turned off."""
-    return _load() if fast.paths.native else None
+    """The compiled kernels, or None where there are none, they are turned off, or code is being traced."""
+    return _load() if fast.paths.native and not torch.compiler.is_compiling() else None
 
 
 def state() -> str:

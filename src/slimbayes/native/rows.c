@@ -291,12 +291,12 @@ INLINE void line_of(const Sweep *s, const float *f, float *t, float *of_bias, co
                 memcpy(shifts + i * width, bias, (size_t)width * sizeof(float));
         }
         if (g) {
+            if (of_bias) /* first: out may be written over g */
+                add_last(g, plain, groups, whole, whole);
             if (out)
                 both_last(out, g, x, wide, totals, groups, whole, whole, 1);
             else
                 both_last(0, g, x, wide, totals, groups, whole, whole, 0);
-            if (of_bias)
-                add_last(g, plain, groups, whole, whole);
             g += groups * whole;
             for (int64_t i = 0; i < whole; i++)
                 t[i % width] += totals[i];
@@ -311,12 +311,12 @@ INLINE void line_of(const Sweep *s, const float *f, float *t, float *of_bias, co
             out += groups * whole;
         positions -= groups * repeats;
     }
+    if (g && of_bias) /* first: out may be written over g */
+        add_last(g, of_bias, positions, s->channels, width);
     if (g && out)
         both_last(out, g, x, f, t, positions, s->channels, width, 1);
     else if (g)
         both_last(0, g, x, f, t, positions, s->channels, width, 0);
-    if (g && of_bias)
-        add_last(g, of_bias, positions, s->channels, width);
     if (!g)
         scale_last(out, x, f, bias, positions, s->channels, width);
 }

@@ -8,7 +8,7 @@
 /* exp x for x <= 0, relative error 1e-7; 0 below -87. */
 INLINE float exp_of(float x)
 {
-    x = x > -87.0f ? x : -87.0f;
+    x = x < -87.0f ? -87.0f : x; /* what is not a number stays so */
     float n = __builtin_rintf(x * 1.44269504088896f);
     float r = x - n * 0.693145751953125f;
     r = r - n * 1.428606820309417e-06f;

@@ -29,6 +29,8 @@ def usable(groups: Sequence[Parameters]) -> bool:
     """Whether the kernels take these: contiguous, float32, on the CPU, each spread of its mean's shape."""
     if not (groups and fast.paths.noise) or native.library() is None:
         return False
+    if torch._C._get_tracing_state() is not None:
+        return False  # a trace would keep the empty memory that they fill
     for group in groups:
         for tensor in group:
             if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():

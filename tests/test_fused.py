@@ -91,7 +91,9 @@ def test_compiled_in_one_function(name: str) -> None:
         return value
 
     check(model, sb.compile(kl, fullgraph=True)(*data()))
-    assert seen and seen[0] >= 1  # the sums were made, and in this call: all by one operation, or one for each
+    assert (
+        seen and seen[0] >= 1
+    )  # the sums were made, and in this call: all by one operation, or one for each
     assert not fused.SCOPE.open and not fused.SCOPE.made
 
 

@@ -45,10 +45,15 @@ def fresh_noise(kind: str, size: tuple[int, ...], dtype: torch.dtype, device: to
                 seed = torch.randint(1 << 62, (1,), device=device)
                 made: Tensor = noise(seed, kind, size, dtype)
                 return made
-        elif device.type == "cpu" and count >= _fewest(kind) and not (transformed() or torch._C._get_tracing_state() is not None):
+        elif device.type == "cpu" and count >= _fewest(kind) and not (transformed() or _traced()):
             seed_of_all = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
             return _on_cpu(seed_of_all, kind, size, dtype)
     return _plain(kind, size, dtype, device)
+
+
+def _traced() -> bool:
+    """Whether torch.jit.trace is at work, which sees no memory filled by others than torch."""
+    return torch._C._get_tracing_state() is not None
 
 
 def _fewest(kind: str) -> int:

@@ -87,7 +87,8 @@ def sampled(factor: Factor, stream: int, clip: float | None, frame: Frame, name:
     if made is None:
         return None
     value, _ = factor_of(made.source, made.loc, made.rho)
-    return clipped(value, made.source).unflatten(1, (frame.samples, -1))
+    shaped: Tensor = clipped(value, made.source).unflatten(1, (frame.samples, -1))
+    return shaped
 
 
 def held(module: nn.Module, name: str) -> Any:

@@ -65,11 +65,13 @@ clean:  ## remove the environment, caches and build outputs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The development install holds everything the base install does, so it marks both.
-$(DEV): pyproject.toml constraints.txt
+KERNELS := setup.py $(wildcard src/slimbayes/native/*.[ch])
+
+$(DEV): pyproject.toml constraints.txt $(KERNELS)
 	$(call install,.[dev])
 	@touch $(BASE) $(DEV)
 
-$(BASE): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt $(KERNELS)
 	$(call install,.[cli])
 	@touch $(BASE)
 

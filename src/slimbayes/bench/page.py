@@ -252,6 +252,8 @@ def _row(device: str, name: str, cells: dict[str, Cell | None]) -> list[str]:
             else f"{cell['memory_ratio']:.2f}" + verdict(device, cell, name, "memory"),
         ]
         if mode != "eager":
-            first.append(f"{cell['first_seconds']:.1f} s" + verdict(device, cell, name, "first"))
+            known = cell.get("first_seconds") is not None  # not of contenders that compiled side by side
+            words = f"{cell['first_seconds']:.1f} s" + verdict(device, cell, name, "first") if known else "–"
+            first.append(words)
         parameters = f"{cell['parameters']:,}"
     return [*row, *first, parameters]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import context
+from slimbayes import context, native
 from slimbayes.apply import fused
 
 METHODS = {
@@ -91,9 +91,9 @@ def test_compiled_in_one_function(name: str) -> None:
         return value
 
     check(model, sb.compile(kl, fullgraph=True)(*data()))
-    assert (
-        seen and seen[0] >= 1
-    )  # the sums were made, and in this call: all by one operation, or one for each
+    # The sums were made, and in this call: by one operation for all tensors, or one for each of the two layers.
+    together = name != "flipout" and native.library() is not None
+    assert seen and seen[0] >= (1 if together else 2)
     assert not fused.SCOPE.open and not fused.SCOPE.made
 
 

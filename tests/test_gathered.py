@@ -70,7 +70,7 @@ def test_every_weight_has_noise_of_its_own():
         draw = context.Draw(1, 1, 2)
         gathered.prefill_weights([(layer.bayes, layer) for layer in model], draw)
         values = {k: v for k, v in draw.prefilled.items() if not k.endswith("noise")}
-        assert list(values) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert [k.removesuffix(".single") for k in values] == ["0.weight", "0.bias", "1.weight", "1.bias"]
         made.append(torch.cat([value.detach().flatten() for value in values.values()]))
     spreads = [part for layer in model for part in (layer.bayes.weight, layer.bayes.bias)]
     scale = torch.cat([positive(part.rho.detach()).flatten() for part in spreads])

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 from scipy import special, stats
-from torch import Tensor
+from torch import Tensor, nn
 
+import slimbayes as sb
 from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from slimbayes.predictive import BernoulliPredictive, CategoricalPredictive, GaussianPredictive
 
@@ -290,3 +291,22 @@ def test_settings_are_checked_and_printed() -> None:
     assert repr(Gaussian(2.0, learn="global")) == "Gaussian(precision=2, learn='global')"
     assert repr(Gaussian()) == "Gaussian(precision=1, learn='fixed')"
     assert repr(Gaussian(learn="per_example")) == "Gaussian(learn='per_example')"
+
+
+@pytest.mark.parametrize("ignore", [-100, None])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_mean_nll_is_the_mean_of_log_prob(ignore, axes):
+    draws = torch.randn(3, 4, *[2] * (axes - 1), 5, dtype=torch.float64)
+    targets = torch.randint(5, draws.shape[1:-1])
+    if ignore is not None:
+        targets[0] = ignore
+    likelihood = Categorical(ignore_index=ignore)
+    expected = -likelihood.log_prob(draws, targets).mean()
+    torch.testing.assert_close(likelihood.mean_nll(draws, targets), expected)
+
+
+def test_a_weight_of_the_kl_may_be_a_tensor():
+    model = sb.bayesianize(nn.Linear(3, 2), sb.MeanField())
+    x, y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    found = sb.elbo(sb.draw(model, x), y, model, num_data=10, kl_weight=torch.tensor(0.5))
+    torch.testing.assert_close(found.loss, found.nll + 0.05 * found.kl)

@@ -60,6 +60,7 @@ def limited(rows, method="rank1", **options):
 def tight(monkeypatch, available):
     """So many bytes, and traces for every prediction."""
     monkeypatch.setattr(predicting, "budget", lambda device: available)
+    monkeypatch.setattr(predicting, "_LOOKED", {})
     monkeypatch.setattr(predicting, "small", lambda rows, components: False)
 
 
@@ -214,3 +215,26 @@ def test_budgets():
     assert available is None or available > 0
     assert budgets.budget(torch.device("meta")) is None
     assert budgets.small(100, 1) and not budgets.small(100_000, 4)
+
+
+def test_memory_is_asked_for_once_in_a_while(monkeypatch):
+    """A pass that is small beside what there was a moment ago runs whole; one that is not asks again."""
+    asked = []
+
+    def budget(device):
+        asked.append(device)
+        return 1e9 if len(asked) == 1 else 1000.0
+
+    tight(monkeypatch, 0.0)
+    monkeypatch.setattr(predicting, "budget", budget)
+    model = sb.bayesianize(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)), sb.Rank1(4))
+    x = torch.randn(20, 6)
+    for _ in range(3):
+        sb.predict(model, x, samples=2)
+    assert len(asked) == 1
+    monkeypatch.setattr(predicting, "_SURE", 0.0)
+    sb.predict(model, x, samples=2)
+    assert len(asked) == 2
+    monkeypatch.setattr(predicting, "_RECENT", -1.0)
+    sb.predict(model, x, samples=2)
+    assert len(asked) == 4

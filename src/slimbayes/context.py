@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -70,6 +70,14 @@ class Draw:
         """Number of rows that the network sees."""
         return self.components * self.samples * self.batch
 
+    def bare(self) -> Draw:
+        """The same draw with nothing sampled or seen yet."""
+        return Draw(
+            self.components, self.samples, self.batch, self.noise, self.seed, self.first_sample,
+            self.first_example, self.component_ids, gradients=self.gradients, checkpointed=self.checkpointed,
+            late=self.late,
+        )  # fmt: skip
+
 
 class _State(threading.local):
     def __init__(self) -> None:
@@ -125,8 +133,7 @@ class activate:
     ) -> None:
         _STATE.current = self.outer
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            empty: dict[str, Any] = {"cache": {}, "calls": {}, "log_probs": {}, "byproducts": {}}
-            _STATE.finished = replace(self.draw, **empty, prefilled={}, noises={}, rows_seen=None)
+            _STATE.finished = self.draw.bare()
 
 
 def _recomputed_draw() -> Draw | None:

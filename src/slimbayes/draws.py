@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slimbayes import fast
-from slimbayes.apply.bulk import DEVICES, find_groups, prefill
+from slimbayes.apply.bulk import DEVICES, prefill
 from slimbayes.apply.gathered import prefill_weights
 from slimbayes.apply.patched import prefill_patches
 from slimbayes.apply.points import prefill_points
@@ -29,7 +29,7 @@ from slimbayes.context import (
     row_message,
 )
 from slimbayes.late import Plan, probe, signature
-from slimbayes.record import Record, converted_layers, find_record, layers_and_groups, unwrap
+from slimbayes.record import Record, every_module, find_record, layers_and_groups, unwrap
 
 
 def draw(
@@ -61,6 +61,9 @@ def draw(
     return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
 
 
+_ONE = pytree.tree_flatten(((0,), {}))[1]  # of one tensor and nothing else
+
+
 @dataclass
 class FlatInputs:
     """The leaves of all inputs, the positions of those that have the batch axis, and its length."""
@@ -80,6 +83,8 @@ class FlatInputs:
         flat = self
         if draws > 1:
             flat = self.map_tiled(lambda leaf: repeat_rows(leaf, draws), self.batch)
+        if self.spec is _ONE:
+            return tuple(flat.leaves), {}
         args, kwargs = pytree.tree_unflatten(flat.leaves, self.spec)
         return args, kwargs
 
@@ -97,7 +102,10 @@ def flatten_inputs(
     model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], shared: Sequence[str | int]
 ) -> FlatInputs:
     """Find the batch axis: the first dimension of the first tensor and of all others of that length."""
-    leaves, spec = pytree.tree_flatten((inputs, named))
+    if len(inputs) == 1 and not named and not shared and type(inputs[0]) is Tensor:
+        leaves, spec = list(inputs), _ONE  # most networks, most calls
+    else:
+        leaves, spec = pytree.tree_flatten((inputs, named))
     whole = _whole_leaves(model, inputs, named, shared)
     batch = _batch_size(leaves, whole)
     tiled = {
@@ -158,8 +166,8 @@ def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw) -> N
     if now.gradients and again and not torch.compiler.is_compiling():
         return
     if any([isinstance(leaf, Tensor) and leaf.device.type in DEVICES for leaf in flat.leaves]):
-        layers = converted_layers(model)
-        prefill(find_groups([layer.bayes for _, layer in layers]), now)
+        layers, groups = layers_and_groups(model)
+        prefill(groups, now)
         pairs = [(layer.bayes, layer) for _, layer in layers]
         prefill_points(pairs, now)
         prefill_patches(pairs, now)
@@ -176,7 +184,7 @@ def _hooked(model: nn.Module) -> bool:
     """Whether something may change weights between now and the call of the layer that they belong to."""
     if nn.modules.module._global_forward_pre_hooks:
         return True
-    return any([bool(module._forward_pre_hooks) for module in modules(model)])
+    return any([bool(module._forward_pre_hooks) for module in every_module(model)])
 
 
 def _keep_mixing(record: Record, now: Draw) -> None:
@@ -192,7 +200,7 @@ def _late(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, evaluat
     if tracing or torch.compiler.is_compiling():
         return False, None
     inner = unwrap(model)
-    if not evaluated and any(module.training for module in modules(inner)):
+    if not evaluated and any(module.training for module in every_module(inner)):
         return False, None
     key = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, now.noise)
     if key is None or (key not in record.late and now.rows < 2 * now.components * min(flat.batch, 2)):
@@ -236,22 +244,6 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def modules(model: nn.Module) -> list[nn.Module]:
-    """Every module, each once: ``model.modules()`` without the names.
-
-    >>> len(modules(nn.Sequential(nn.ReLU(), nn.ReLU())))
-    3
-    """
-    found = {id(model): model}
-    waiting = [model]
-    while waiting:
-        for child in waiting.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                waiting.append(child)
-    return list(found.values())
 
 
 def check_options(samples: int, noise: str, seed: int | None) -> None:
@@ -313,6 +305,8 @@ def _active_components(
 
 
 def _unfold(output: Any, draws: int, batch: int) -> Any:
+    if type(output) is Tensor and output.dim() > 0 and output.shape[0] % (draws * batch) == 0:
+        return output.unflatten(0, (draws, output.shape[0] // draws))
     leaves, spec = pytree.tree_flatten(output)
     unfolded = 0
     for i, leaf in enumerate(leaves):
@@ -359,7 +353,7 @@ def _is_plain(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode and restore every module's own mode afterwards."""
-    every = modules(model)
+    every = every_module(model)
     training = [module for module in every if module.training]
     if not training:
         yield

@@ -39,6 +39,10 @@ class Likelihood(nn.Module, ABC):
     def log_prob(self, draws: Tensor, targets: Tensor) -> Tensor:
         """``check``, then log p(y_b|x_b, d), [D, B]: the sum over the row's target elements."""
 
+    def mean_nll(self, draws: Tensor, targets: Tensor) -> Tensor:
+        """−(1/DB) Σ_db log p(y_b|x_b, d), a scalar."""
+        return -self.log_prob(draws, targets).mean()
+
     @abstractmethod
     def average_logits(self, draws: Tensor) -> Tensor:
         """The mean of the network's outputs over draws, [1, B, ...]: itself a single draw."""
@@ -91,7 +95,10 @@ class Categorical(Likelihood):
         if not _looks_at(draws):
             return
         classes, labels = draws.shape[axis], targets.long()
-        if labels.numel() == 0 or (int(labels.min()) >= 0 and int(labels.max()) < classes):
+        if labels.numel() == 0:
+            return
+        least, most = labels.aminmax()
+        if int(least) >= 0 and int(most) < classes:
             return
         wrong = ((labels < 0) | (labels >= classes)) & ~self._ignored(labels)
         if wrong.any():
@@ -103,17 +110,28 @@ class Categorical(Likelihood):
     def log_prob(self, draws: Tensor, targets: Tensor) -> Tensor:
         """Σ log softmax(f)_y over the row's targets, [D, B]."""
         self.check(draws, targets)
-        axis, labels = self.axis(draws.ndim - 1), targets.long()  # a uint8 never equals -100
         if draws.ndim == 3 and self.ignore_index is not None:
-            log_p = self.log_probabilities(draws).flatten(0, 1)  # [D·B, C]
-            labels = labels.expand(draws.shape[0], -1).reshape(-1)
-            nll = F.nll_loss(log_p, labels, ignore_index=self.ignore_index, reduction="none")
-            return -nll.view(draws.shape[:2])
+            return -self._nll(draws, targets, "none").view(draws.shape[:2])
+        axis, labels = self.axis(draws.ndim - 1), targets.long()  # a uint8 never equals -100
         ignored = self._ignored(labels)
         index = labels.masked_fill(ignored, 0).unsqueeze(axis)  # [B, ..., 1]
         log_p = self.log_probabilities(draws)  # [D, B, ..., C]
         picked = log_p.gather(axis, index.expand(draws.shape[0], *index.shape)).squeeze(axis)  # [D, B, ...]
         return _sum_rows(picked.masked_fill(ignored, 0.0))
+
+    def mean_nll(self, draws: Tensor, targets: Tensor) -> Tensor:
+        """−(1/DB) Σ_db log softmax(f_d)_y, a scalar."""
+        if draws.ndim != 3 or self.ignore_index is None:
+            return super().mean_nll(draws, targets)
+        self.check(draws, targets)
+        return self._nll(draws, targets, "sum") / (draws.shape[0] * draws.shape[1])
+
+    def _nll(self, draws: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """−log softmax(f)_y of draws [D, B, C], or its sum."""
+        log_p = self.log_probabilities(draws).flatten(0, 1)  # [D·B, C]
+        labels = targets.long().expand(draws.shape[0], -1).reshape(-1)
+        assert self.ignore_index is not None
+        return F.nll_loss(log_p, labels, ignore_index=self.ignore_index, reduction=reduction)
 
     def average_logits(self, draws: Tensor) -> Tensor:
         """The mean logits, [1, B, ..., C]."""

@@ -23,6 +23,7 @@ from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.record import Record, converted_layers, find_record, layers_and_groups, unwrap
 from slimbayes.weightkl import Raw, RawPrior, divergence
 
+_STANDARD = Categorical()
 REDUCTIONS = ("average", "mixture", "logits")
 
 
@@ -36,45 +37,63 @@ def kl(model: nn.Module) -> Tensor:
     """
     record = find_record(model)
     like = _any_parameter(model)
+    if not torch.is_autocast_enabled(like.device.type):
+        return _kl(model, record, like)
     with torch.autocast(device_type=like.device.type, enabled=False):
-        total = torch.zeros((), device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
-        joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
-        seen: set[str] = set()
-        found, groups = layers_and_groups(model)
-        layers = [layer for _, layer in found]
-        if fast.paths.factors:
-            for group in groups:
-                if has_closed_kl(group):
-                    total = total + group_kl(group)
-                    seen.update(group.sources)
-        left, record.byproducts = record.byproducts, {}
-        for name, known in left.items():  # what the last draw has of the KL of what it sampled
-            if known.valid(layers):
-                total = total + known.kl()
-                seen.update([name] if isinstance(known, Sums) else known.names)
-        raw: list[tuple[Raw, RawPrior]] = []
-        for name, q, p, reduction in _terms(model, layers, record, seen):
-            if name in seen:
-                continue
-            seen.add(name)
-            if isinstance(q, Raw):
-                raw.append((q, p))
-            elif reduction == "monte_carlo":
-                joint[q.loc.shape[0]].append((q, p))
-            elif reduction == "mean":
-                total = total + total_kl(q, p) / q.loc.shape[0]
-            else:
-                total = total + total_kl(q, p)
-        if raw:
-            total = total + divergence(raw)
-        for terms in joint.values():
-            total = total + mixture_kl(terms)
+        return _kl(model, record, like)
+
+
+def _kl(model: nn.Module, record: Record, like: Tensor) -> Tensor:
+    parts: list[Tensor] = []
+    joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
+    seen: set[str] = set()
+    found, groups = layers_and_groups(model)
+    layers = [layer for _, layer in found]
+    if fast.paths.factors:
+        for group in groups:
+            if has_closed_kl(group):
+                parts.append(group_kl(group))
+                seen.update(group.sources)
+    left, record.byproducts = record.byproducts, {}
+    for name, known in left.items():  # what the last draw has of the KL of what it sampled
+        if known.valid(layers):
+            parts.append(known.kl())
+            seen.update([name] if isinstance(known, Sums) else known.names)
+    raw: list[tuple[Raw, RawPrior]] = []
+    for name, q, p, reduction in _terms(model, layers, record, seen):
+        if name in seen:
+            continue
+        seen.add(name)
+        if isinstance(q, Raw):
+            raw.append((q, p))
+        elif reduction == "monte_carlo":
+            joint[q.loc.shape[0]].append((q, p))
+        elif reduction == "mean":
+            parts.append(total_kl(q, p) / q.loc.shape[0])
+        else:
+            parts.append(total_kl(q, p))
+    if raw:
+        parts.append(divergence(raw))
+    for terms in joint.values():
+        parts.append(mixture_kl(terms))
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if len(parts) == 1 and parts[0].dtype == dtype:
+        return parts[0]
+    total = torch.zeros((), device=like.device, dtype=dtype)
+    for part in parts:
+        total = total + part
     return total
 
 
 def _any_parameter(model: nn.Module) -> Tensor:
-    for parameter in unwrap(model).parameters():
-        return parameter
+    """The first parameter: ``next(model.parameters())`` without its names."""
+    waiting = [unwrap(model)]
+    while waiting:
+        module = waiting.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                return parameter
+        waiting.extend([child for child in module._modules.values() if child is not None][::-1])
     return torch.zeros(())
 
 
@@ -125,12 +144,16 @@ def elbo(
     >>> bool(torch.isclose(result.loss, result.nll + result.kl / 100))
     True
     """
-    likelihood = Categorical() if likelihood is None else likelihood
+    likelihood = _STANDARD if likelihood is None else likelihood
     _check_elbo(draws, targets, num_data, reduction, kl_weight)
     record = find_record(model)
-    nll, per_draw = _nll(likelihood, draws, targets, reduction)
+    nll, per_draw = _nll(likelihood, draws, targets, reduction, bool(record.mixing))
     divergence = kl(model)
-    loss = nll + kl_weight * divergence / num_data  # type: ignore[operator]
+    # Compiled, the weight of a schedule would become a constant of the code.
+    if type(kl_weight) in (float, int) and type(num_data) is int and not torch.compiler.is_compiling():
+        loss = torch.add(nll, divergence, alpha=kl_weight / num_data)
+    else:
+        loss = nll + kl_weight * divergence / num_data  # type: ignore[operator]
     if record.mixing:
         loss = loss + _mixing_score(record, nll, per_draw)
     return ELBO(loss, nll, divergence)
@@ -156,11 +179,13 @@ def _check_elbo(draws: Any, targets: Tensor, num_data: int | None, reduction: st
 
 
 def _nll(
-    likelihood: Likelihood, draws: Tensor, targets: Tensor, reduction: str
+    likelihood: Likelihood, draws: Tensor, targets: Tensor, reduction: str, apart: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The nll, and for the average every draw's own loss [draws]."""
+    """The nll, and for the average, where draws are wanted ``apart``, every draw's own loss [draws]."""
     if reduction == "logits":
         return -likelihood.log_prob(likelihood.average_logits(draws), targets).mean(), None
+    if reduction == "average" and not apart:
+        return likelihood.mean_nll(draws, targets), None
     log_prob = likelihood.log_prob(draws, targets)  # [D, B]
     if reduction == "mixture":
         return -(log_prob.logsumexp(0) - math.log(log_prob.shape[0])).mean(), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,11 @@ from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.pieces import Pieces, attempt
 from slimbayes.predictive import CategoricalPredictive, Predictive
 from slimbayes.record import Record, find_record, unwrap
+
+_STANDARD = Categorical()
+_LOOKED: dict[torch.device, tuple[float, float | None]] = {}  # when, and what there was
+_RECENT = 1.0  # seconds
+_SURE = 0.125  # of the memory that there was: a pass of less runs whole
 
 
 def predict(
@@ -48,7 +54,7 @@ def predict(
     >>> p.mean.shape, p.mutual_information.shape
     (torch.Size([5, 2]), torch.Size([5]))
     """
-    likelihood = Categorical() if likelihood is None else likelihood
+    likelihood = _STANDARD if likelihood is None else likelihood
     find_record(model)
     flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
     return predict_flat(
@@ -105,7 +111,8 @@ def _fold(model: nn.Module, record: Record, flat: FlatInputs, samples: int, nois
     whole = flat.batch, samples
     if small(record.components * samples * flat.batch, record.components) or torch.compiler.is_compiling():
         return whole
-    available = budget(device_of(flat.leaves, model))
+    device = device_of(flat.leaves, model)
+    available = _lately(device)
     if available is None:
         return whole
     inputs = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, noise)
@@ -115,7 +122,18 @@ def _fold(model: nn.Module, record: Record, flat: FlatInputs, samples: int, nois
     if key not in record.footprints:
         record.footprints[key] = traced(model, flat, samples, noise)
     known = record.footprints[key]
-    return whole if known is None else known.fold(samples, flat.batch, available)
+    if known is None or known.peak(samples, flat.batch) <= _SURE * available:
+        return whole
+    available = budget(device)
+    return whole if available is None else known.fold(samples, flat.batch, available)
+
+
+def _lately(device: torch.device) -> float | None:
+    """The memory that a pass may take, as of the last second: to ask takes as long as to run a small layer."""
+    now = time.monotonic()
+    if device not in _LOOKED or now - _LOOKED[device][0] > _RECENT:
+        _LOOKED[device] = now, budget(device)
+    return _LOOKED[device][1]
 
 
 def traced(model: nn.Module, flat: FlatInputs, samples: int, noise: str) -> Footprint | None:

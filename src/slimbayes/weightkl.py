@@ -65,8 +65,14 @@ class Pending:
         return factor if self.task == self.done else None
 
 
-def _version(tensor: Tensor) -> tuple[int, int]:
-    """What changes with a tensor's values, or with its memory (``p.data = ...``, ``model.to(...)``)."""
+def version(tensor: Tensor) -> tuple[int, int]:
+    """What changes with a tensor's values, or with its memory (``p.data = ...``, ``model.to(...)``).
+
+    >>> x = torch.zeros(1)
+    >>> before = version(x)
+    >>> x.add_(1.0) is x and version(x) != before
+    True
+    """
     return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
@@ -89,7 +95,7 @@ class Byproduct:
     priors: list[RawPrior | None]  # None: another layer's, or none that is Normal
     owners: list[Owner]  # the layer of each tensor, and its parameters and prior as they are now
     scales: list[Tensor | None] = field(default_factory=list)
-    sums: list[tuple[float, float, float]] = field(default_factory=list)  # Σ(M − μ_p)², Σσ², Σ log σ, if made
+    total: Tensor | None = None  # the KL, where the operation that sampled them made it too
     noise: tuple[int, int] = (-1, 0)  # the seed and the first stream of noise that can be made again
     draws: int = 0
     node: Any = None
@@ -98,7 +104,7 @@ class Byproduct:
     facts: Facts | None = None  # by which the tensors are known to be the layers' own, instead of owners
 
     def __post_init__(self) -> None:
-        self.versions = [_version(tensor) for tensor in self.tensors]
+        self.versions = [version(tensor) for tensor in self.tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -118,7 +124,7 @@ class Byproduct:
         self.raws.append(raw)
         self.priors.append(prior)
         self.owners.append(owner)
-        self.versions += [_version(tensor) for tensor in raw.parameters]
+        self.versions += [version(tensor) for tensor in raw.parameters]
 
     @property
     def with_kl(self) -> list[int]:
@@ -132,11 +138,11 @@ class Byproduct:
 
     def valid(self, layers: Sequence[object]) -> bool:
         """Whether there is a KL to take over: the tensors still belong to these layers, and have not changed."""
-        if torch.compiler.is_compiling() or not self.with_kl or not (self.sums or self.scales):
+        if torch.compiler.is_compiling() or not self.with_kl or (self.total is None and not self.scales):
             return False  # compiled code has no part in a graph made outside of it
         if self.facts is not None:
             usable = fast.paths.weights and not transformed()
-            changed = [_version(tensor) for tensor in self.tensors] != self.versions
+            changed = [version(tensor) for tensor in self.tensors] != self.versions
             return usable and not changed and self.facts.hold(layers)
         present = {id(layer) for layer in layers}
         now: list[Tensor] = []
@@ -149,11 +155,13 @@ class Byproduct:
         return (
             len(now) == len(before)
             and all(mine is other for mine, other in zip(before, now, strict=True))
-            and [_version(tensor) for tensor in now] == self.versions
+            and [version(tensor) for tensor in now] == self.versions
         )
 
     def kl(self) -> Tensor:
         """KL of all its tensors that have a prior here."""
+        if self.total is not None:
+            return self.total
         kept = self.with_kl
         terms = [(self.raws[i], self.priors[i]) for i in kept]
         return divergence(terms, self)  # type: ignore[arg-type]
@@ -242,14 +250,11 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:
         total: Number
         kept: list[Tensor | None] = []
-        if known is not None and known.sums:
-            total = sum([_closed(known.sums[i], terms[j][1]) for j, i in enumerate(known.with_kl)])
-        elif known is not None:
+        if known is not None:
             total, kept = _open(terms, [known.scales[i] for i in known.with_kl])
         else:
             total, kept = _open(terms, [None] * len(terms))
-        for raw, prior in terms:
-            total = total + raw.loc.numel() * (math.log(prior.scale) - 0.5)
+        total = total + _constant(terms)
         ctx.save_for_backward(*tensors, *kept)
         ctx.terms, ctx.known = terms, known
         dtype = tensors[0].dtype
@@ -261,7 +266,7 @@ class _Divergence(torch.autograd.Function):
         tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         # A second derivative is asked for, and σ must be a function of its parameters; or many gradients at once.
         if torch.is_grad_enabled() or not plain(grad):
-            return None, None, *_again(ctx.terms, tensors, grad)
+            return None, None, *again(ctx.terms, tensors, grad)
         left = ctx.known is not None and ctx.known.leave(grad)
         if left and not kept:
             return None, None, *[None] * count
@@ -284,10 +289,21 @@ class _Divergence(torch.autograd.Function):
         return None, None, *found
 
 
-def _closed(sums: tuple[float, float, float], prior: RawPrior) -> float:
-    """½c(Σσ² + Σ(M − μ_p)²) − Σ log σ from its sums."""
-    distance, squares, logs = sums
-    return 0.5 * prior.precision * (squares + (0.0 if prior.loc is None else distance)) - logs
+def closed(sums: Sequence[tuple[float, float, float]], terms: Sequence[tuple[Raw, RawPrior]]) -> float:
+    """The same number from Σ(M − μ_p)², Σσ² and Σ log σ of every term.
+
+    >>> raw = Raw(torch.zeros(2), ())
+    >>> closed([(0.0, 2.0, 0.0)], [(raw, RawPrior(0.0, 1.0))])
+    0.0
+    """
+    total = _constant(terms)
+    for (distance, squares, logs), (_, prior) in zip(sums, terms, strict=True):
+        total += 0.5 * prior.precision * (squares + (0.0 if prior.loc is None else distance)) - logs
+    return total
+
+
+def _constant(terms: Sequence[tuple[Raw, RawPrior]]) -> float:
+    return sum([raw.loc.numel() * (math.log(prior.scale) - 0.5) for raw, prior in terms])
 
 
 def _open(
@@ -391,7 +407,7 @@ def _plain(terms: Sequence[tuple[Raw, RawPrior]], tensors: Sequence[Tensor]) -> 
     return total
 
 
-def _again(
+def again(
     terms: Sequence[tuple[Raw, RawPrior]], tensors: Sequence[Tensor], grad: Tensor
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again, by autograd through the plain formula."""

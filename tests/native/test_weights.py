@@ -546,3 +546,30 @@ class TestOperation:
 def test_the_plan_holds_no_parameters():
     known = apply_weights.Byproduct([], [], [], [])
     assert not any(isinstance(v, torch.Tensor) for v in vars(apply_weights._Plan(known, [])).values())
+
+
+@pytest.mark.parametrize("first", ["nll", "kl"])
+def test_each_part_of_the_loss_has_its_backward_pass(first):
+    """The KL is made with the samples, and yet neither needs the other's graph."""
+    model = works.network(sb.KTied(), torch.float32)
+    x = torch.randn(6, 5)
+    torch.manual_seed(3)
+    whole = sb.elbo(sb.draw(model, x), works.Y, model, num_data=20)
+    (whole.nll + whole.kl).backward()
+    expected = works.gradients(model)
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    parts = sb.elbo(sb.draw(model, x), works.Y, model, num_data=20)
+    for part in (first, "kl" if first == "nll" else "nll"):
+        getattr(parts, part).backward()
+    for key, value in works.gradients(model).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_a_parameter_changed_before_its_backward_pass_is_noticed():
+    model = works.network(sb.MeanField(), torch.float32)
+    loss = sb.draw(model, torch.randn(6, 5)).square().sum()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()

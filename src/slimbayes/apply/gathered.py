@@ -46,9 +46,11 @@ def prefill_weights(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> Non
     if not known.raws or draws * sum(raw.loc.numel() for raw in known.raws) > MOST:
         return
     if draw.seed is None and by_kernel(known):
-        values = make_weights(known, draws, centred)
+        single = draws == 1 and not any(centred)
+        values = make_weights(known, draws, centred, axis=not single)
         for source, value, alone in zip(known.sources, values, centred, strict=True):
-            draw.prefilled[f"{source}.centred" if alone else source] = value
+            form = ".centred" if alone else ".single" if single else ""
+            draw.prefilled[source + form] = value
         draw.byproducts[known.sources[0]] = known
         return
     noises = _noises(known, draws, draw)

@@ -69,6 +69,11 @@ class SampledRule(Rule):
             return self._flipout(op, inputs, frame)
         if self.estimator == "local" and frame.noise == "example":
             return self._local(op, inputs, frame)
+        single = frame.ahead(f"{self.weight_source}.single")
+        if single is not None:
+            added = None if op.bias is None else frame.ahead(f"{self.bias_source}.single")
+            if added is not None or op.bias is None:
+                return op.compute(inputs, single, added)
         own = self._per_draw(op, "weight", frame)
         return per_draw(op, inputs, own, None if op.bias is None else self._per_draw(op, "bias", frame))
 
@@ -100,6 +105,9 @@ class SampledRule(Rule):
         known = frame.ahead(key)
         if known is not None:
             return known
+        single = None if centred else frame.ahead(f"{source}.single")
+        if single is not None:
+            return single.unsqueeze(0)
 
         def plain() -> Tensor:
             spread = posterior(mean) if posterior is not None else d.Delta(mean)
@@ -305,7 +313,7 @@ def _earlier_noise(source: str, frame: Frame) -> tuple[int, int] | None:
     draw = frame.draw
     if draw is None:
         return None
-    forms = (source, f"{source}.centred")
+    forms = (source, f"{source}.centred", f"{source}.single")
     if any([form in draw.prefilled and frame.ahead(form) is None for form in forms]):
         return None  # inside activation checkpointing: what runs again takes its noise from the generator
     for left in draw.byproducts.values():

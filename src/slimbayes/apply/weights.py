@@ -20,11 +20,14 @@ from slimbayes.weightkl import (
     Number,
     RawPrior,
     add_pull,
+    again,
+    closed,
     number,
     plain,
     pull,
     scale_of,
     spread_gradients,
+    version,
 )
 
 
@@ -47,25 +50,36 @@ def by_kernel(known: Byproduct) -> bool:
 
 
 def make_weights(
-    known: Byproduct, draws: int, centred: Sequence[bool], noise: tuple[int, int] | None = None
+    known: Byproduct,
+    draws: int,
+    centred: Sequence[bool],
+    noise: tuple[int, int] | None = None,
+    axis: bool = True,
 ) -> list[Tensor]:
-    """The same by the kernels in C; ``noise`` is the seed and the first stream of ε, else the seed is new."""
+    """The same by the kernels in C; ``noise`` is the seed and the first stream of ε, else the seed is new.
+
+    One draw without its ``axis`` has the shape of its mean: nothing for the layer, and autograd, to take away.
+    """
     known.draws, known.noise = draws, (kernel.new_seed(), 0) if noise is None else noise
-    plan = _Plan(known, centred)
+    plan = _Plan(known, centred, axis)
     if not torch.is_grad_enabled():
         return plan.sample([raw.parameters for raw in known.raws], False)
-    made: tuple[Tensor, ...] = _Made.apply(plan, *known.tensors)  # type: ignore[no-untyped-call]
-    known.node, known.sums = made[0].grad_fn, plan.sums
-    return list(made)
+    made: list[Tensor]
+    *made, known.total = _Made.apply(plan, *known.tensors)  # type: ignore[no-untyped-call]
+    return made
 
 
 class _Plan:
     """What the operation knows of its tensors, which come in groups: mean, then the spread's parameters."""
 
-    def __init__(self, known: Byproduct, centred: Sequence[bool]) -> None:
+    def __init__(self, known: Byproduct, centred: Sequence[bool], axis: bool = True) -> None:
         self.sizes = [len(raw.spread) + 1 for raw in known.raws]
         self.priors = known.priors
+        self.terms = [
+            (raw, prior) for raw, prior in zip(known.raws, known.priors, strict=True) if prior is not None
+        ]
         self.centred = centred
+        self.axis = axis  # whether samples have an axis of draws
         self.pending = known.pending
         self.draws, self.noise = known.draws, known.noise
         self.sums: list[kernel.Sums] = []
@@ -76,8 +90,13 @@ class _Plan:
         if counted:
             centres = [0.0 if prior is None else prior.loc or 0.0 for prior in self.priors]
         seed, stream = self.noise
-        made, self.sums = kernel.sample(groups, self.centred, self.draws, seed, centres, stream)
+        made, self.sums = kernel.sample(groups, self.centred, self.draws, seed, centres, stream, self.axis)
         return made
+
+    def divergence(self) -> Tensor:
+        """The KL of the samples' tensors that have a prior here, from the sums made with them."""
+        sums = [own for own, prior in zip(self.sums, self.priors, strict=True) if prior is not None]
+        return torch.full((), closed(sums, self.terms), dtype=torch.float32)
 
     def groups(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
         """One slice of ``tensors`` for each random tensor."""
@@ -125,31 +144,56 @@ class _Samples(torch.autograd.Function):
 
 
 class _Made(torch.autograd.Function):
-    """The same, forwards and backwards one sweep each by the kernels in C, which make ε again."""
+    """The same, forwards and backwards one sweep each by the kernels in C, which make ε again; and the KL.
+
+    The parameters are not saved but held, with their versions: the KL's backward pass may come after the samples'
+    own, which frees what is saved.
+    """
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan = plan
-        ctx.save_for_backward(*tensors)
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.plan, ctx.tensors = plan, tensors
+        ctx.versions = [version(tensor)[0] for tensor in tensors]
         ctx.set_materialize_grads(False)
-        return tuple(plan.sample(plan.groups(tensors), any([prior is not None for prior in plan.priors])))
+        made = plan.sample(plan.groups(tensors), bool(plan.terms))
+        return *made, plan.divergence() if plan.terms else None
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan, tensors = ctx.plan, ctx.saved_tensors
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan, tensors = ctx.plan, ctx.tensors
+        if [version(tensor)[0] for tensor in tensors] != ctx.versions:
+            raise RuntimeError(
+                "a mean or a spread has been modified by an inplace operation since its weight was sampled: step "
+                "the optimizer after backward()"
+            )
+        *grads, pulled = given
         groups, (seed, stream), draws = plan.groups(tensors), plan.noise, plan.draws
-        if torch.is_grad_enabled() or transformed() or not all([one is None or plain(one) for one in grads]):
+        if torch.is_grad_enabled() or transformed() or not all([one is None or plain(one) for one in given]):
             streams = range(stream, stream + draws * len(groups), draws)
             noises = [
                 kernel.noise_of(mean, draws, seed, own)
                 for (mean, *_), own in zip(groups, streams, strict=True)
             ]
             scales = [None] * len(groups)
-            return None, *_gradients(plan, grads, tensors, noises, scales, ctx.needs_input_grad[1:])
-        left = plan.pending.take()
-        pulls = [_pulls(prior, 0.0 if left is None else left.item()) for prior in plan.priors]
+            found = _gradients(plan, grads, tensors, noises, scales, ctx.needs_input_grad[1:])
+            return None, *(found if pulled is None else _with_kl(plan, found, tensors, pulled))
+        factor = 0.0 if pulled is None else pulled.item()
+        pulls = [_pulls(prior, factor) for prior in plan.priors]
         needs = plan.groups(ctx.needs_input_grad[1:])
         return None, *kernel.gradients(groups, plan.centred, draws, seed, grads, needs, pulls, stream)
+
+
+def _with_kl(
+    plan: _Plan, found: Sequence[Tensor | None], tensors: Sequence[Tensor], grad: Tensor
+) -> list[Tensor | None]:
+    """The gradients with those of the KL, which can be differentiated again."""
+    positions = zip(plan.groups(range(len(tensors))), plan.priors, strict=True)
+    places = [i for group, prior in positions if prior is not None for i in group]
+    total = list(found)
+    for i, own in zip(places, again(plan.terms, [tensors[i] for i in places], grad), strict=True):
+        mine = total[i]
+        total[i] = own if mine is None else mine if own is None else mine + own
+    return total
 
 
 def _pulls(prior: RawPrior | None, factor: float) -> kernel.Pull:
@@ -172,6 +216,8 @@ def _gradients(
     left = plan.pending.take()
     factor = None if left is None else number(left)
     needs = plan.groups(needed)
+    if not plan.axis:
+        grads = [None if grad is None else grad.unsqueeze(0) for grad in grads]
     found: list[Tensor | None] = []
     with _Full(tensors[0]):
         for i, (mean, *spread) in enumerate(plan.groups(tensors)):

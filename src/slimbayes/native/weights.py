@@ -67,8 +67,11 @@ def sample(
     seed: int,
     centres: Sequence[float] | None = None,
     first_stream: int = 0,
+    axis: bool = True,
 ) -> tuple[list[Tensor], list[Sums]]:
     """M + σ∘ε [draws, *shape] of every tensor, or σ∘ε where ``centred``, and with ``centres`` the sums of its KL.
+
+    One draw can do without its ``axis``: [*shape].
 
     >>> mean, rho = torch.ones(2, 3), torch.full((2, 3), -50.0)  # σ = 1e-7
     >>> (w,), ((distance, squares, logs),) = sample([(mean, rho)], [False], 1, 7, [0.0])
@@ -78,7 +81,7 @@ def sample(
     words, made = [], []
     for i, (group, alone) in enumerate(zip(groups, centred, strict=True)):
         mean = group[0]
-        out = mean.new_empty((draws, *mean.shape))
+        out = mean.new_empty((draws, *mean.shape)) if axis else torch.empty_like(mean)
         made.append(out)
         centre = 0.0 if centres is None else centres[i]
         shape = _shape(group)

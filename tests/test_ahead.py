@@ -1,6 +1,7 @@
 """Samples that are made before the network runs, and what may happen between that and their use."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -178,3 +179,34 @@ def test_scripted_modules_and_own_eval_are_put_into_eval_mode():
     with evaluating(own):
         pass
     assert own.calls == 1 and own.training
+
+
+def test_a_backward_pass_in_another_thread_runs_the_latest_draw_again(monkeypatch):
+    """That of a GPU has threads of its own; one that has drawn itself keeps to its own draw."""
+    model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=2))
+    found = []
+
+    def look():
+        found.append(context._recomputed_draw())
+
+    def draw_and_look():
+        sb.draw(model, torch.zeros(4, 3), samples=5)
+        look()
+
+    def in_a_thread(work):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    sb.draw(model, torch.zeros(4, 3), samples=3, seed=8)
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
+    in_a_thread(look)
+    look()
+    in_a_thread(draw_and_look)
+    look()
+    assert [(one.samples, one.seed) for one in found] == [(3, 8), (3, 8), (5, None), (3, 8)]
+    monkeypatch.undo()
+    model(torch.zeros(4, 3))  # no draw
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
+    in_a_thread(look)
+    assert found[-1] is None

@@ -83,9 +83,12 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.current: Draw | None = None
         self.finished: Draw | None = None
+        self.calls = False  # whether layers have been called in this thread other than by a backward pass
 
 
 _STATE = _State()
+# Of the whole process: the backward pass of what ran on a GPU has threads of its own, in which nothing was drawn.
+_LATEST: dict[str, Draw | None] = {"draw": None}
 
 
 def repeat_rows(rows: Tensor, draws: int) -> Tensor:
@@ -133,7 +136,7 @@ class activate:
     ) -> None:
         _STATE.current = self.outer
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            _STATE.finished = self.draw.bare()
+            _finish(self.draw.bare())
 
 
 def _recomputed_draw() -> Draw | None:
@@ -144,11 +147,15 @@ def _recomputed_draw() -> Draw | None:
     """
     if torch.compiler.is_compiling():
         return None
-    if (
-        torch._C._current_graph_task_id() == -1
-    ):  # not in backward: a plain call, and what it starts is no draw
-        _STATE.finished = None
-    return _STATE.finished
+    if torch._C._current_graph_task_id() == -1:
+        _finish(None)  # not in backward: a plain call, and what it starts is no draw
+    return _STATE.finished if _STATE.calls else _LATEST["draw"]
+
+
+def _finish(draw: Draw | None) -> None:
+    """What checkpointing may run again from now on."""
+    _STATE.finished = _LATEST["draw"] = draw
+    _STATE.calls = True
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -94,3 +95,60 @@ def test_scratch_memory_is_left_to_triton():
     for _ in range(2):
         start(kernel, x, 32)
     assert len(kernel.ordinary) == 2 and not kernel.direct
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    kernel = Kernel()
+    monkeypatch.setattr(launch, "place", lambda tensor: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return kernel, launch.Prepared(kernel, 7, (32, 2), {"BLOCK": 64})
+
+
+def test_a_prepared_kernel_hands_over_addresses(prepared):
+    kernel, run = prepared
+    kernel.arg_names = ("x", "n", "m", "BLOCK")
+    x, y = torch.zeros(64), torch.zeros(64)
+    run(x)
+    run(y)
+    assert len(kernel.ordinary) == 1
+    head = (7, 1, 1, 1000, 99, False, False, None, None, (4, 1, 0), None, None, None)
+    assert kernel.direct == [(*head, y.data_ptr(), 32, 2, 64)]
+    for _ in range(2):
+        run(torch.zeros(65)[1:])  # no multiple of 16: another program
+    assert len(kernel.ordinary) == 2 and len(kernel.direct) == 2
+
+
+def test_a_prepared_kernel_is_watched_recorded_and_refused(prepared, as_on_a_gpu, monkeypatch):
+    kernel, run = prepared
+    x = torch.zeros(64)
+    for _ in range(2):
+        run(x)
+    assert len(kernel.ordinary) == 1 and len(kernel.direct) == 1
+    as_on_a_gpu.launch_enter_hook.calls.append(print)  # a profiler
+    run(x)
+    assert len(kernel.ordinary) == 2
+    as_on_a_gpu.launch_enter_hook.calls.clear()
+    monkeypatch.setattr(launch.RECORDER, "calls", [])
+    run(x)
+    assert (
+        launch.RECORDER.calls == [(kernel, (torch.float32, 32, 2), {"BLOCK": 64})]
+        and len(kernel.ordinary) == 2
+    )
+    monkeypatch.setattr(launch.RECORDER, "calls", None)
+    run._runs = {0: (None, *run._runs[0][1:])}  # another launcher than expected
+    run(x)
+    assert len(kernel.ordinary) == 3 and not launch._direct
+    run(x)
+    assert len(kernel.ordinary) == 4 and len(kernel.direct) == 1
+
+
+def test_a_prepared_kernel_on_another_device(prepared, monkeypatch):
+    kernel, run = prepared
+    entered = []
+    for _ in range(2):
+        run(torch.zeros(64))
+    monkeypatch.setattr(launch, "place", lambda tensor: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or contextlib.nullcontext())
+    run(torch.zeros(64))
+    assert entered == [1] and len(kernel.ordinary) == 2  # compiled for that device too

@@ -95,6 +95,54 @@ def test_a_sliced_input_and_a_matrix():
     torch.testing.assert_close(rows.scale_rows(x[..., 0], f), x[..., 0] * f)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("lines", [(2,), (3, 1, 1), (1, 2, 3)], ids=str)
+def test_lines_that_rows_share(lines, channels_last):
+    torch.manual_seed(0)
+    x = torch.randn(6, 5, 4, 3, device=DEVICE)
+    x = (last(x) if channels_last else x).requires_grad_()
+    f = torch.randn(*lines, 5, device=DEVICE, requires_grad=True)
+    wide = f.reshape(-1, 5).repeat_interleave(6 // f[..., 0].numel(), 0)
+    y, expected = rows.scale_rows(x, f), plain(x, wide)
+    assert "ScaleRows" in type(y.grad_fn).__name__
+    g = torch.randn_like(y)
+    torch.testing.assert_close(y, expected)
+    for create in (False, True):
+        found = torch.autograd.grad(y, (x, f), g, create_graph=create, retain_graph=True)
+        exact = torch.autograd.grad(expected, (x, f), g, retain_graph=True)
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    with fast_paths(triton=False):
+        torch.testing.assert_close(rows.scale_rows(x, f), expected)
+
+
+def test_lines_that_do_not_divide_the_rows_are_refused():
+    x, f = torch.randn(4, 3, 2, device=DEVICE), torch.randn(3, 3, device=DEVICE)
+    assert not rows.fits(x, f) and not rows.fits(x, f[:0]) and not rows.fits(x[:0], f)
+    with pytest.raises(RuntimeError):
+        rows.scale_rows(x, f)
+
+
+def test_a_vectorised_jacobian():
+    x = torch.randn(2, 3, 4, device=DEVICE, requires_grad=True)
+    f = torch.randn(2, 3, device=DEVICE, requires_grad=True)
+    g = torch.randn(5, 2, 3, 4, device=DEVICE)
+    found = torch.autograd.grad(rows.scale_rows(x, f), (x, f), g, is_grads_batched=True)
+    torch.testing.assert_close(found, torch.autograd.grad(plain(x, f), (x, f), g, is_grads_batched=True))
+
+
+def test_the_gradient_may_be_written_over():
+    x, f, g = (
+        torch.randn(3, 20, 6, 6, device=DEVICE),
+        torch.randn(3, 20, device=DEVICE),
+        torch.randn(3, 20, 6, 6, device=DEVICE),
+    )
+    for is_last in (False, True):
+        one, other = (last(x), last(g.clone())) if is_last else (x, g.clone())
+        exact = rows.gradients(other.clone(), one, f, is_last, torch.empty_like(one))
+        found = rows.gradients(other, one, f, is_last, other)
+        assert found[0] is other and torch.equal(found[0], exact[0]) and torch.equal(found[1], exact[1])
+
+
 def test_the_switch():
     x, f = torch.randn(2, 3, 4, device=DEVICE, requires_grad=True), torch.randn(2, 3, device=DEVICE)
     with fast_paths(triton=False):

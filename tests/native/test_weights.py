@@ -464,7 +464,7 @@ def test_no_memory_of_a_network_is_kept():
     ).loss.backward()
     gone = weakref.ref(model), weakref.ref(model.weight)
     del model
-    context._STATE.finished = None
+    context._finish(None)
     gc.collect()
     assert all(one() is None for one in gone)
 

@@ -141,7 +141,7 @@ def scale_inputs(
     changed = list(inputs)
     start = 0
     for slot in op.input_slots:
-        part = factor[..., start : start + slot.size]
+        part = factor if slot.size == factor.shape[-1] else factor[..., start : start + slot.size]
         x = inputs[slot.position]
         if not frame.tiled:
             changed[slot.position] = plain_rowwise(x, part, slot.axis, frame, combine)

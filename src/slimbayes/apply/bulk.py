@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,9 @@ from slimbayes.apply.base import Rule
 from slimbayes.apply.fused import SCOPE
 from slimbayes.apply.rank1 import Factor, Rank1Rule
 from slimbayes.apply.rows import eager
-from slimbayes.apply.swept import by_kernels
+from slimbayes.apply.swept import by_kernels, held
 from slimbayes.context import Draw
+from slimbayes.kernels import drawn
 from slimbayes.kernels.factors import sample_flat
 from slimbayes.kernels.factors_kl import _formula as formula
 from slimbayes.kernels.factors_kl import flat_kl
@@ -86,8 +87,11 @@ def joined(group: Group) -> tuple[Tensor, Tensor]:
 
 def parameters(group: Group) -> tuple[list[Tensor], list[Tensor]]:
     """The locations and the scales before the softplus of a group's factors, [K, C] each."""
-    locs: list[Tensor] = [factor.loc for factor in group.factors]
-    return locs, [factor.spread.rho for factor in group.factors]  # type: ignore[misc]
+    if torch.compiler.is_compiling():
+        locs: list[Tensor] = [factor.loc for factor in group.factors]
+        return locs, [factor.spread.rho for factor in group.factors]  # type: ignore[misc]
+    locs = [held(factor, "loc") for factor in group.factors]
+    return locs, [held(factor._modules["spread"], "rho") for factor in group.factors]  # type: ignore[arg-type]
 
 
 def has_closed_kl(group: Group) -> bool:
@@ -116,15 +120,17 @@ def _find_groups(rules: list[Rule]) -> list[Group]:
             continue
         for which, factor in (("r", rule.r), ("s", rule.s)):
             source = f"{rule.name}.{which}"
-            if factor is None or source in known or type(factor.spread) not in _FAMILIES:
+            if factor is None or source in known:
+                continue
+            kind = type(factor.spread)
+            if kind not in _FAMILIES:
                 continue
             known.add(source)
             at = 0
             while at < len(groups) and not _together(rule, factor, firsts[at], groups[at].factors[0]):
                 at += 1
             if at == len(groups):
-                family = _FAMILIES[type(factor.spread)]
-                groups.append(Group(family, rule.clip, rule.reduction, [], []))
+                groups.append(Group(_FAMILIES[kind], rule.clip, rule.reduction, [], []))
                 firsts.append(rule)
             groups[at].sources.append(source)
             groups[at].factors.append(factor)
@@ -189,13 +195,22 @@ def prefill(groups: list[Group], draw: Draw) -> None:
 def _sample(group: Group, draw: Draw) -> None:
     first = group.factors[0].loc
     examples = draw.batch if draw.noise == "example" else 1
-    widths = [factor.loc.shape[1] for factor in group.factors]
+    locs, rhos = parameters(group)
+    widths = [loc.shape[1] for loc in locs]
     kind, dtype = first.device.type, first.dtype
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-    loc, rho = joined(group)
-    seed = torch.randint(0, 2**62, (1,), device=first.device)
-    values = sample_flat(loc, rho, widths, seed, draw.samples, examples, group.family, group.clip, dtype)
+    settings = (draw.samples, examples, group.family, group.clip, dtype)
+    values: Sequence[Tensor]
+    if eager() and torch.is_grad_enabled() and drawn.joinable((*locs, *rhos)):
+        joint = drawn.join_all(locs, rhos)
+        drawn.keep(group.factors[0], joint)
+        seed = torch.randint(0, 2**62, (1,), device=first.device)
+        values = drawn.samples(joint, widths, seed, *settings)
+    else:
+        loc, rho = joined(group)
+        seed = torch.randint(0, 2**62, (1,), device=first.device)
+        values = sample_flat(loc, rho, widths, seed, *settings)
     for source, value in zip(group.sources, values, strict=True):
         draw.prefilled[source] = value
 
@@ -245,8 +260,14 @@ def group_kl(group: Group) -> Tensor:
     """KL of all factors of a group against their prior, by its closed form."""
     prior: Any = group.factors[0].prior
     first = group.factors[0].loc
+    known = None
+    if first.device.type in DEVICES and eager():
+        known = drawn.again(group.factors[0], *parameters(group))
     if group.family in ("normal", "lognormal") and first.dtype.itemsize >= 4 and eager():
-        total = normal_kl(*parameters(group), prior.loc, prior.scale)
+        locs, rhos = parameters(group) if known is None else ([known[0]], [known[1]])
+        total = normal_kl(locs, rhos, prior.loc, prior.scale)
+    elif known is not None:
+        total = flat_kl(*known, group.family, prior.loc, prior.scale)
     else:
         loc, rho = joined(group)
         # On a CPU the compiler's own loop takes less than a call out of compiled code.

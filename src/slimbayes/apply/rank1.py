@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slimbayes import context, fast
 from slimbayes import distributions as d
-from slimbayes.apply import folded, product, rows, swept, swept_product
+from slimbayes.apply import between, folded, product, rows, swept, swept_product
 from slimbayes.apply.base import (
     Inputs,
     KLTerm,
@@ -69,7 +69,10 @@ class Rank1Rule(Rule):
 
     def _factor(self, factor: Factor, which: str, frame: Frame) -> Tensor:
         source = f"{self.name}.{which}"
-        if type(factor.spread) is DeltaPosterior and self.clip is None and frame.ahead(source) is None:
+        known = frame.ahead(source)
+        if known is not None:
+            return known
+        if self.clip is None and type(factor.spread) is DeltaPosterior:
             point = frame.pick(factor.loc)
             return point.reshape(point.shape[0], 1, 1, -1)
 
@@ -103,6 +106,9 @@ class Rank1Rule(Rule):
             inputs, s = scale_inputs(op, inputs, s, frame, torch.mul), None  # to the rows of all draws
             frame.tiled = True
         choice = folded.choose(op, inputs, r, s, frame)
+        if choice is folded.ROWS and not untiled and between.usable(op, inputs[0], s, r, frame):
+            y = between.convolved(op, inputs[0], s, r)
+            return y if bias is None else rows.affine(y, None, bias, op.output_axis, frame)
         if not choice.outer and product.usable(op, inputs[0], s, r):
             return product.factored(op, inputs[0], s, r, bias, frame, by_draw=choice.inner)
         if s is not None and not choice.inner:

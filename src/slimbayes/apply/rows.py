@@ -45,10 +45,11 @@ def scaled(x: Tensor, factor: Tensor, axis: int, frame: Frame, private: bool = F
         if axis == 1:
             return row_product(x, row_vectors(factor.to(x.dtype), frame, x.shape[0]))
         return x * per_row(factor.to(x.dtype), x, axis, frame)
-    if x.is_cuda and fast.paths.triton and axis == 1 and 3 <= x.dim() <= 5 and frame.extra == 1:
+    if on_gpu(x) and fast.paths.triton and axis == 1 and 3 <= x.dim() <= 5:
         kernel = cuda_kernel()
         if kernel is not None:
-            result: Tensor = kernel(x, row_vectors(factor, frame, x.shape[0]))
+            lines = lined(factor, frame) and factor.is_contiguous()
+            result: Tensor = kernel(x, factor if lines else row_vectors(factor, frame, x.shape[0]))
             return result
     factor = factor.to(x.dtype)
     layout = Layout.of(x, axis)
@@ -102,6 +103,21 @@ def _shift(y: Tensor, factor: Tensor, bias: Tensor, layout: Layout, out: Tensor)
     shift = bias[:, None].expand(-1, factor.shape[0] // bias.shape[0], -1).flatten(0, 1)  # [G, C]
     flat, wide = layout.match(y, factor)
     torch.addcmul(layout.match(y, shift)[1], flat, wide, out=layout.match(out, factor)[0])
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether the rows are where the GPU kernels run."""
+    return x.is_cuda
+
+
+def lined(factor: Tensor, frame: Frame) -> bool:
+    """Whether a factor [K, S or 1, B or 1, C] has one line for each of equal, consecutive parts of the rows."""
+    components, samples, examples = factor.shape[:3]
+    if components != frame.components:
+        return False
+    if examples == 1:
+        return samples == 1 or samples == frame.samples
+    return examples == frame.batch and samples == frame.samples
 
 
 def cuda_kernel() -> Any:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from slimbayes.kernels import plain
 from slimbayes.kernels.joined import join, part
 from slimbayes.kernels.launch import INTERPRETED, available, ceil_div, launch, power_of_two
+from slimbayes.kernels.rows import batched
 from slimbayes.ops import operation
 from slimbayes.tracing import constant
 
@@ -57,17 +58,69 @@ def sample_flat(
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """``sample_factors`` of parameters that ``join`` has put together, for layers of these widths."""
-    if family not in _NOISE:
-        raise ValueError(f"no family of factors is called {family!r}; there are {', '.join(_NOISE)}")
-    kernel = available(loc.device) and loc.dtype != torch.float64
-    names = ",".join([str(width) for width in widths])
-    if kernel:
-        _prepare(names, loc.device)
+    check_family(family)
+    kernel, names = _by_kernel(loc), prepared(loc, widths)
     flat = torch.ops.slimbayes.factors(
         loc, rho, seed, names, samples, examples, family, clip, dtype or loc.dtype, kernel
     )
     components = loc.numel() // sum(widths)
     return part(flat, [(components, samples, examples, width) for width in widths])
+
+
+def check_family(family: str) -> None:
+    """Raise for a family without samples."""
+    if family not in _NOISE:
+        raise ValueError(f"no family of factors is called {family!r}; there are {', '.join(_NOISE)}")
+
+
+def _by_kernel(loc: Tensor) -> bool:
+    return available(loc.device) and loc.dtype != torch.float64
+
+
+def prepared(loc: Tensor, widths: Sequence[int]) -> str:
+    """The widths as the operations take them, the kernel's tables made."""
+    names = ",".join([str(width) for width in widths])
+    if _by_kernel(loc):
+        _prepare(names, loc.device)
+    return names
+
+
+def factors_value(
+    loc: Tensor,
+    rho: Tensor,
+    seed: Tensor,
+    widths: str,
+    samples: int,
+    examples: int,
+    family: str,
+    clip: float | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The flat samples of ``sample_flat``, for eager code that records gradients itself."""
+    if _by_kernel(loc):
+        return launch_sample(loc, rho, seed, widths, samples * examples, family, clip, dtype)
+    settings = (widths, samples, examples, family, clip, dtype, False)
+    flat: Tensor = torch.ops.slimbayes.factors(loc, rho, seed, *settings)
+    return flat
+
+
+def factors_gradient(
+    grads: Tensor,
+    loc: Tensor,
+    rho: Tensor,
+    seed: Tensor,
+    widths: str,
+    samples: int,
+    examples: int,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    """The flat gradients of loc and ρ; by the operation where somebody wants to differentiate them, who hears of it."""
+    kernel = _by_kernel(loc)
+    if kernel and not (torch.is_grad_enabled() or batched(grads)):
+        return launch_grad(grads, loc, rho, seed, widths, samples * examples, *rest[:2])
+    settings = (widths, samples, examples, *rest, kernel)
+    d_loc, d_rho = torch.ops.slimbayes.factors_backward(grads, loc, rho, seed, *settings)
+    return d_loc, d_rho
 
 
 @functools.lru_cache(maxsize=64)

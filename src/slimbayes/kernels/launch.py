@@ -50,6 +50,11 @@ def available(device: torch.device) -> bool:
     return fast.paths.triton and _FOUND and (device.type == "cuda" or (INTERPRETED and device.type == "cpu"))
 
 
+def place(where: Tensor) -> int:
+    """The index of the tensor's device, -1 for the CPU."""
+    return where.get_device()
+
+
 def launch(kernel: Any, programs: int, where: Tensor, *args: Any, **meta: Any) -> None:
     """Start ``programs`` instances of a kernel on the tensor's own device (Triton takes the current one).
 
@@ -59,7 +64,7 @@ def launch(kernel: Any, programs: int, where: Tensor, *args: Any, **meta: Any) -
         kinds = tuple(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
         RECORDER.calls.append((kernel, kinds, meta))
         return
-    device = where.get_device()
+    device = place(where)
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             _start(kernel, programs, device, args, meta)
@@ -83,6 +88,30 @@ def _start(kernel: Any, programs: int, device: int, args: tuple[Any, ...], meta:
     if not _direct or device < 0 or _observed():
         kernel[(programs,)](*args, **meta)
         return
+    signature = _signature(kernel, device, args, meta)
+    if signature is None:
+        kernel[(programs,)](*args, **meta)
+        return
+    key, values = signature
+    found = _started.get(key)
+    if found is None:
+        compiled = kernel[(programs,)](*args, **meta)
+        try:
+            _started[key] = _Started(compiled, kernel, len(args), meta)
+        except (AttributeError, KeyError):
+            _direct = False
+        return
+    try:
+        found.run(programs, torch._C._cuda_getCurrentRawStream(device), values)
+    except (TypeError, AttributeError, SystemError):  # refused before anything was started
+        _direct = False
+        kernel[(programs,)](*args, **meta)
+
+
+def _signature(
+    kernel: Any, device: int, args: tuple[Any, ...], meta: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """All that Triton specialises on, and the arguments as the launcher takes them; None for a kind not known here."""
     key: list[Any] = [id(kernel), device, *meta.items()]
     values: list[Any] = []
     for arg in args:
@@ -95,26 +124,56 @@ def _start(kernel: Any, programs: int, device: int, args: tuple[Any, ...], meta:
             key.append(kind)
             values.append(arg)
         elif not isinstance(arg, Tensor):
-            kernel[(programs,)](*args, **meta)
-            return
+            return None
         else:  # to the launcher an address
             address = arg.data_ptr()
             key.append(arg.dtype)
             key.append(address % 16 == 0)
             values.append(address)
-    found = _started.get(tuple(key))
-    if found is None:
-        compiled = kernel[(programs,)](*args, **meta)
+    return tuple(key), values
+
+
+class Prepared:
+    """A kernel with its grid, numbers and constants: what is left to a launch are the addresses of its tensors.
+
+    For tensors of one device's memory and always the same types; whoever keeps it has these in the key. Their
+    addresses may be multiples of 16 or not, which Triton compiles kernels of their own for.
+    """
+
+    __slots__ = ("_kernel", "_meta", "_numbers", "_programs", "_runs")
+
+    def __init__(self, kernel: Any, programs: int, numbers: tuple[int, ...], meta: dict[str, Any]) -> None:
+        self._kernel, self._programs, self._numbers, self._meta = kernel, programs, numbers, meta
+        self._runs: dict[Any, tuple[Any, ...]] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Start the kernel on these tensors, the first of its arguments."""
+        global _direct
+        device = place(tensors[0])
+        if not _direct or device < 0 or RECORDER.calls is not None or device != torch.cuda.current_device():
+            launch(self._kernel, self._programs, tensors[0], *tensors, *self._numbers, **self._meta)
+            return
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        key: Any = device
+        for address in addresses:
+            if address & 15:
+                key = (device, *[address & 15 == 0 for address in addresses])
+                break
+        known = self._runs.get(key)
+        if known is None or _observed():
+            args = (*tensors, *self._numbers)
+            launch(self._kernel, self._programs, tensors[0], *args, **self._meta)
+            signature = _signature(self._kernel, device, args, self._meta)
+            found = None if signature is None else _started.get(signature[0])
+            if found is not None:
+                self._runs[key] = found.parts(self._programs, self._numbers)
+            return
+        run, grid, head, rest = known
         try:
-            _started[tuple(key)] = _Started(compiled, kernel, len(args), meta)
-        except (AttributeError, KeyError):
+            run(*grid, torch._C._cuda_getCurrentRawStream(device), *head, *addresses, *rest)
+        except (TypeError, AttributeError, SystemError):  # refused before anything was started
             _direct = False
-        return
-    try:
-        found.run(programs, torch._C._cuda_getCurrentRawStream(device), values)
-    except (TypeError, AttributeError, SystemError):  # refused before anything was started
-        _direct = False
-        kernel[(programs,)](*args, **meta)
+            launch(self._kernel, self._programs, tensors[0], *tensors, *self._numbers, **self._meta)
 
 
 class _Started:
@@ -139,6 +198,10 @@ class _Started:
 
     def run(self, programs: int, stream: int, values: list[Any]) -> None:
         self._launch(programs, 1, 1, stream, *self._head, *values, *self._tail)
+
+    def parts(self, programs: int, numbers: tuple[int, ...]) -> tuple[Any, ...]:
+        """What ``run`` calls and hands over, but for the stream and the addresses of the tensors before ``numbers``."""
+        return self._launch, (programs, 1, 1), self._head, (*numbers, *self._tail)
 
 
 def _knows_triton() -> bool:

@@ -1,0 +1,157 @@
+"""Factors by two nodes: their twin of torch's own operations, and gradients that meet before they are parted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers_kernels import DEVICE
+from torch import nn
+
+import slimbayes as sb
+from slimbayes import fast_paths
+from slimbayes.apply import bulk
+from slimbayes.kernels import drawn
+from slimbayes.kernels.factors import sample_factors
+
+SETTINGS = (1, 3, "normal", None, torch.float32)
+
+
+def parameters(dtype=torch.float32):
+    torch.manual_seed(0)
+    shapes = [(2, 5), (2, 1), (2, 8)]
+    return [
+        [torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for shape in shapes]
+        for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize("family", ["normal", "cauchy", "lognormal", "halfcauchy"])
+@pytest.mark.parametrize("clip", [None, 1.5])
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_twin(family, clip, triton, dtype):
+    locs, rhos = parameters(dtype)
+    seed = torch.tensor([7], device=DEVICE)
+    with fast_paths(triton=triton):
+        found = drawn.samples(drawn.join_all(locs, rhos), [5, 1, 8], seed, 2, 3, family, clip, dtype)
+        exact = sample_factors(locs, rhos, seed, 2, 3, family, clip)
+        grads = [torch.randn_like(one) for one in exact]
+        for one, other in zip(found, exact, strict=True):
+            assert torch.equal(one, other)
+        wanted = [*locs, *rhos]
+        for one, other in zip(
+            torch.autograd.grad(found, wanted, grads), torch.autograd.grad(exact, wanted, grads), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
+def test_a_sample_that_nobody_uses_and_a_frozen_parameter():
+    locs, rhos = parameters()
+    rhos[1].requires_grad_(False)
+    found = drawn.samples(drawn.join_all(locs, rhos), [5, 1, 8], torch.tensor([7], device=DEVICE), *SETTINGS)
+    wanted = [*locs, rhos[0], rhos[2]]
+    grads = torch.autograd.grad(found[2].sum(), wanted)
+    assert [bool(grad.any()) for grad in grads] == [False, False, True, False, True]
+    with pytest.raises(ValueError, match="family"):
+        drawn.samples(
+            drawn.join_all(locs, rhos), [5, 1, 8], torch.tensor([7]), 1, 3, "uniform", None, torch.float32
+        )
+
+
+def test_gradients_meet_at_one_node():
+    locs, rhos = parameters()
+    first = nn.Identity()
+    joint = drawn.join_all(locs, rhos)
+    drawn.keep(first, joint)
+    loc, rho = drawn.again(first, locs, rhos)
+    assert torch.equal(loc, joint.loc) and torch.equal(rho, joint.rho)
+    assert loc.grad_fn.next_functions[0][0] is joint.loc.grad_fn
+    total = (loc.square() + rho).sum() + joint.loc.sum()
+    for one in torch.autograd.grad(total, rhos, retain_graph=True):
+        assert torch.equal(one, torch.ones_like(one))
+    for one, other in zip(torch.autograd.grad(total, locs), locs, strict=True):
+        torch.testing.assert_close(one, 2 * other + 1)
+    assert drawn.again(first, locs, rhos) is None  # for one use
+
+
+def test_values_are_those_of_now():
+    locs, rhos = parameters()
+    first = nn.Identity()
+    drawn.keep(first, drawn.join_all(locs, rhos))
+    locs[0].data.fill_(3.0)  # leaves no trace in the version
+    loc, _ = drawn.again(first, locs, rhos)
+    assert torch.equal(loc[:10], torch.full((10,), 3.0, device=DEVICE))
+
+
+def test_other_parameters_are_not_taken_for_those_of_the_draw():
+    locs, rhos = parameters()
+    first = nn.Identity()
+
+    def kept():
+        drawn.keep(first, drawn.join_all(locs, rhos))
+
+    kept()
+    assert drawn.again(first, locs[:2], rhos[:2]) is None
+    kept()
+    assert drawn.again(first, [*locs[:2], locs[2].detach().clone()], rhos) is None
+    kept()
+    with torch.no_grad():
+        assert drawn.again(first, locs, rhos) is None
+    kept()
+    rhos[0].requires_grad_(False)
+    assert drawn.again(first, locs, rhos) is None
+    assert not drawn.joinable([torch.zeros(1), type("Own", (torch.Tensor,), {})([1.0])])
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(bulk, "DEVICES", (DEVICE.type,))
+    monkeypatch.setattr(sb.draws, "DEVICES", (DEVICE.type,))
+    with fast_paths(native=False):
+        yield
+
+
+def network(**settings):
+    torch.manual_seed(1)
+    return sb.bayesianize(
+        nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)), sb.Rank1(**settings)
+    ).to(DEVICE)
+
+
+def step(net, draws=1):
+    net.zero_grad()
+    torch.manual_seed(2)
+    x, y = torch.ones(3, 4, device=DEVICE), torch.zeros(3, dtype=torch.long, device=DEVICE)
+    for made in [sb.draw(net, x) for _ in range(draws)]:
+        sb.elbo(made, y, net, num_data=10).loss.backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"posterior": "cauchy", "prior": sb.priors.Cauchy(1.0, 0.1)}, {"clip": 1.1}],
+    ids=["normal", "cauchy", "clip"],
+)
+@pytest.mark.parametrize("draws", [1, 2])
+def test_steps(settings, draws, as_on_a_gpu, monkeypatch):
+    net = network(**settings)
+    step(net)
+    found = step(net, draws)
+    monkeypatch.setattr(drawn, "joinable", lambda _: False)
+    for one, other in zip(found, step(net, draws), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_kl_after_a_step_and_copies(as_on_a_gpu):
+    net = network()
+    x = torch.ones(3, 4, device=DEVICE)
+    sb.draw(net, x)
+    copied = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.5)
+    exact = copy.deepcopy(net)
+    torch.testing.assert_close(sb.kl(net), sb.kl(exact))
+    assert not torch.equal(sb.kl(copied), sb.kl(exact))

@@ -377,3 +377,25 @@ def test_a_spread_that_was_given_other_memory_has_its_own_kl():
     rho.data = torch.zeros_like(rho)  # no version counts this
     first, second = sb.kl(model), sb.kl(model)
     torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("method", [sb.KTied(), sb.KTied(estimator="flipout"), sb.MeanField()], ids=str)
+def test_weights_with_channels_last(method, native, monkeypatch):
+    """Convolutions whose σ is written over, as that of a large one is, in memory of another order."""
+    monkeypatch.setattr(logsigma, "SMALLEST", 1)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.Conv2d(6, 8, 5), nn.Flatten(), nn.Linear(128, 3))
+    model = sb.bayesianize(net.to(memory_format=torch.channels_last), method)
+    x, y = torch.randn(4, 1, 12, 12).to(memory_format=torch.channels_last), torch.tensor([0, 1, 2, 0])
+    found = []
+    for fast in (True, False):
+        model.zero_grad(set_to_none=True)
+        with sb.fast_paths(weights=fast, native=native):
+            result = sb.elbo(sb.draw(model, x, seed=3), y, model, num_data=10)
+            result.loss.backward()
+            sb.elbo(
+                sb.draw(model, x), y, model, num_data=10
+            ).loss.backward()  # unseeded: the kernels' own noise
+        found.append((result.loss.detach(), result.kl.detach()))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

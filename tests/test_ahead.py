@@ -210,3 +210,22 @@ def test_a_backward_pass_in_another_thread_runs_the_latest_draw_again(monkeypatc
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
     in_a_thread(look)
     assert found[-1] is None
+
+
+def test_a_draw_that_runs_again_leaves_its_thread_a_stranger(monkeypatch):
+    """A thread that only runs backward passes, and in one of them a checkpointed draw, keeps looking at the latest."""
+    model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=2))
+    found = []
+
+    def again():
+        sb.draw(model, torch.zeros(4, 3), samples=5)
+        monkeypatch.setitem(context._LATEST, "draw", latest)
+        found.append(context._recomputed_draw())
+
+    sb.draw(model, torch.zeros(4, 3), samples=3)
+    latest = context._LATEST["draw"]
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
+    thread = threading.Thread(target=again)
+    thread.start()
+    thread.join()
+    assert found == [latest]

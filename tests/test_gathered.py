@@ -107,6 +107,10 @@ def test_nothing_is_sampled_ahead_where_no_gradient_is_wanted():
         assert not seen.prefilled
 
 
+@pytest.mark.skipif(
+    not context.SEES_CHECKPOINTS,
+    reason="this version of torch cannot tell checkpointing: with gradients nothing is sampled ahead",
+)
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_the_same_draws_with_and_without_gradients(name, samples):

@@ -305,6 +305,22 @@ def test_mean_nll_is_the_mean_of_log_prob(ignore, axes):
     torch.testing.assert_close(likelihood.mean_nll(draws, targets), expected)
 
 
+def test_a_log_prob_of_ones_own_is_what_elbo_scores():
+    class Smoothed(Categorical):
+        def log_prob(self, draws, targets):
+            return 0.9 * super().log_prob(draws, targets) + 0.1 * draws.log_softmax(-1).mean(-1)
+
+    class Bare:
+        def log_prob(self, draws, targets):
+            return -draws.square().sum(-1)
+
+    model = sb.bayesianize(nn.Linear(3, 2), sb.MeanField())
+    draws, y = torch.randn(2, 4, 2), torch.tensor([0, 1, 1, 0])
+    for likelihood in (Smoothed(), Bare()):
+        found = sb.elbo(draws, y, model, num_data=10, likelihood=likelihood).nll
+        torch.testing.assert_close(found, -likelihood.log_prob(draws, y).mean())
+
+
 def test_a_weight_of_the_kl_may_be_a_tensor():
     model = sb.bayesianize(nn.Linear(3, 2), sb.MeanField())
     x, y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)

@@ -155,7 +155,8 @@ def _recomputed_draw() -> Draw | None:
 def _finish(draw: Draw | None) -> None:
     """What checkpointing may run again from now on."""
     _STATE.finished = _LATEST["draw"] = draw
-    _STATE.calls = True
+    if torch._C._current_graph_task_id() == -1:  # else a draw that is itself checkpointed, run again
+        _STATE.calls = True
 
 
 @dataclass

@@ -121,7 +121,8 @@ class Categorical(Likelihood):
 
     def mean_nll(self, draws: Tensor, targets: Tensor) -> Tensor:
         """−(1/DB) Σ_db log softmax(f_d)_y, a scalar."""
-        if draws.ndim != 3 or self.ignore_index is None:
+        own = type(self).log_prob is Categorical.log_prob  # not one of a user's own
+        if not own or draws.ndim != 3 or self.ignore_index is None:
             return super().mean_nll(draws, targets)
         self.check(draws, targets)
         return self._nll(draws, targets, "sum") / (draws.shape[0] * draws.shape[1])

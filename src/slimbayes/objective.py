@@ -185,7 +185,8 @@ def _nll(
     if reduction == "logits":
         return -likelihood.log_prob(likelihood.average_logits(draws), targets).mean(), None
     if reduction == "average" and not apart:
-        return likelihood.mean_nll(draws, targets), None
+        mean = getattr(likelihood, "mean_nll", None)  # what has a log_prob alone will do
+        return -likelihood.log_prob(draws, targets).mean() if mean is None else mean(draws, targets), None
     log_prob = likelihood.log_prob(draws, targets)  # [D, B]
     if reduction == "mixture":
         return -(log_prob.logsumexp(0) - math.log(log_prob.shape[0])).mean(), None

@@ -19,7 +19,6 @@ from slimbayes.pieces import Pieces, attempt
 from slimbayes.predictive import CategoricalPredictive, Predictive
 from slimbayes.record import Record, find_record, unwrap
 
-_STANDARD = Categorical()
 _LOOKED: dict[torch.device, tuple[float, float | None]] = {}  # when, and what there was
 _RECENT = 1.0  # seconds
 _SURE = 0.125  # of the memory that there was: a pass of less runs whole
@@ -54,7 +53,7 @@ def predict(
     >>> p.mean.shape, p.mutual_information.shape
     (torch.Size([5, 2]), torch.Size([5]))
     """
-    likelihood = _STANDARD if likelihood is None else likelihood
+    likelihood = Categorical() if likelihood is None else likelihood
     find_record(model)
     flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
     return predict_flat(

@@ -65,15 +65,15 @@ class Pending:
         return factor if self.task == self.done else None
 
 
-def version(tensor: Tensor) -> tuple[int, int]:
-    """What changes with a tensor's values, or with its memory (``p.data = ...``, ``model.to(...)``).
+def version(tensor: Tensor) -> tuple[int, int, bool]:
+    """What changes with a tensor's values, its memory (``p.data = ...``, ``model.to(...)``), or with its freezing.
 
     >>> x = torch.zeros(1)
     >>> before = version(x)
     >>> x.add_(1.0) is x and version(x) != before
     True
     """
-    return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr(), tensor.requires_grad
 
 
 class Facts(Protocol):
@@ -100,7 +100,7 @@ class Byproduct:
     draws: int = 0
     node: Any = None
     pending: Pending = field(default_factory=Pending)
-    versions: list[tuple[int, int]] = field(default_factory=list)
+    versions: list[tuple[int, int, bool]] = field(default_factory=list)
     facts: Facts | None = None  # by which the tensors are known to be the layers' own, instead of owners
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class Byproduct:
     def kl(self) -> Tensor:
         """KL of all its tensors that have a prior here."""
         if self.total is not None:
-            return self.total
+            return self.total if torch.is_grad_enabled() else self.total.detach()
         kept = self.with_kl
         terms = [(self.raws[i], self.priors[i]) for i in kept]
         return divergence(terms, self)  # type: ignore[arg-type]
@@ -258,7 +258,11 @@ class _Divergence(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *kept)
         ctx.terms, ctx.known = terms, known
         dtype = tensors[0].dtype
-        return total.to(dtype) if isinstance(total, Tensor) else torch.full((), total, dtype=dtype)
+        return (
+            total.to(dtype)
+            if isinstance(total, Tensor)
+            else torch.full((), total, dtype=dtype, device=tensors[0].device)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from helpers_kernels import DEVICE, needs_kernels
@@ -292,3 +294,42 @@ def test_transforms_of_functions():
         rtol=1e-4,
         atol=1e-5,
     )
+
+
+def test_second_derivatives_through_an_input_that_is_not_dense():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(4, 4, 3, bias=False)
+
+        def forward(self, x):
+            return self.b(self.a(x).chunk(2, 1)[0])
+
+    torch.manual_seed(0)
+    model = sb.bayesianize(Half(), sb.BatchEnsemble(2)).to(DEVICE)
+    x, wanted = torch.randn(3, 3, 7, 7, device=DEVICE), list(model.parameters())
+    along = [torch.randn_like(parameter) for parameter in wanted]
+
+    def product():
+        grads = torch.autograd.grad(sb.draw(model, x).square().mean(), wanted, create_graph=True)
+        return torch.autograd.grad(grads, wanted, along)
+
+    found = product()
+    with fast_paths(rows=False):
+        same(found, product(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_saved_may_come_back_with_other_strides(fused):
+    op = layer()
+    x, s, r = tensors(op, channels_last=True)
+
+    def run(hooks):
+        with hooks:
+            y = between.convolved(op, x, s, r) if fused else scale_rows(x, s)
+        return torch.autograd.grad(y.square().sum(), (x, s))
+
+    dropped = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.clone(memory_format=torch.contiguous_format), lambda tensor: tensor
+    )
+    same(run(dropped), run(contextlib.nullcontext()))

@@ -12,6 +12,7 @@ from torch import nn
 import slimbayes as sb
 from slimbayes import fast_paths
 from slimbayes.apply import bulk
+from slimbayes.context import SEES_CHECKPOINTS
 from slimbayes.kernels import drawn
 from slimbayes.kernels.factors import sample_factors
 
@@ -155,3 +156,81 @@ def test_kl_after_a_step_and_copies(as_on_a_gpu):
     exact = copy.deepcopy(net)
     torch.testing.assert_close(sb.kl(net), sb.kl(exact))
     assert not torch.equal(sb.kl(copied), sb.kl(exact))
+
+
+ahead = pytest.mark.skipif(
+    not SEES_CHECKPOINTS,
+    reason="this version of torch cannot tell checkpointing: in eager training nothing is sampled ahead",
+)
+
+
+def lone(dtype=torch.float32):
+    """A network with one factor, which is a group of its own."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 5))
+    return sb.bayesianize(net, sb.Rank1(components=2, factors="input")).to(DEVICE, dtype)
+
+
+@ahead
+def test_one_factor_is_joined_in_memory_of_its_own(as_on_a_gpu):
+    net, x = lone(), torch.randn(3, 4, device=DEVICE)
+    grads = []
+    for changed in (False, True):
+        torch.manual_seed(2)
+        net.zero_grad(set_to_none=True)
+        y = sb.draw(net, x)
+        rho = net[0].bayes.s.spread.rho
+        if changed:
+            rho.data.mul_(2.0)
+        y.square().sum().backward()
+        grads.append(rho.grad.clone())
+    assert torch.equal(*grads)
+    sb.draw(net, x)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(1.1)
+    sb.kl(net).backward()
+
+
+def test_a_network_that_changes_its_type_after_a_draw(as_on_a_gpu):
+    net = network()
+    sb.draw(net, torch.randn(3, net[0].in_features, device=DEVICE))
+    net.double()
+    sb.kl(net).backward()
+    assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float64}
+
+
+@ahead
+def test_vectorised_gradients(as_on_a_gpu):
+    net = network()
+    wanted = [p for n, p in net.named_parameters() if "bayes" in n]
+    y = sb.draw(net, torch.randn(3, net[0].in_features, device=DEVICE))
+    kl = sb.kl(net)
+    for value in (y, kl):
+        along = torch.randn(2, *value.shape, device=DEVICE)
+        found = torch.autograd.grad(
+            value, wanted, along, is_grads_batched=True, retain_graph=True, allow_unused=True
+        )
+        for i in range(2):
+            exact = torch.autograd.grad(value, wanted, along[i], retain_graph=True, allow_unused=True)
+            for one, other in zip(found, exact, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    torch.testing.assert_close(one[i], other, rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_that_are_computed_are_not_held(as_on_a_gpu):
+    net = network()
+    given = {name: p * 1.0 for name, p in net.named_parameters()}
+    drawn._LAST.clear()
+    torch.func.functional_call(Drawing(net), {f"net.{n}": p for n, p in given.items()}, torch.randn(3, 4))
+    assert len(drawn._LAST) == 0
+
+
+class Drawing(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return sb.draw(self.net, x[:, : self.net[0].in_features].to(DEVICE))

@@ -573,3 +573,27 @@ def test_a_parameter_changed_before_its_backward_pass_is_noticed():
         model[0].weight.add_(1.0)
     with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
+
+
+@pytest.mark.parametrize("all_frozen", [True, False])
+def test_what_is_unfrozen_after_a_draw_has_the_gradient_of_its_kl(all_frozen):
+    model = works.network(sb.MeanField(), torch.float32)
+    for parameter in list(model.parameters()) if all_frozen else [model[0].weight]:
+        parameter.requires_grad_(False)
+    sb.draw(model, torch.randn(6, 5))
+    model.requires_grad_(True)
+    sb.kl(model).backward()
+    found = works.gradients(model)
+    model.zero_grad(set_to_none=True)
+    sb.kl(model).backward()  # no draw before it
+    for key, value in works.gradients(model).items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_kl_without_gradients_has_none(off):
+    model = works.network(sb.MeanField(), torch.float32)
+    draws = sb.draw(model, torch.randn(6, 5))
+    with off():
+        assert not sb.elbo(draws, works.Y, model, num_data=20).kl.requires_grad
+        assert not sb.kl(model).requires_grad

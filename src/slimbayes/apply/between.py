@@ -71,6 +71,7 @@ def convolved(op: Any, x: Tensor, s: Tensor | None, r: Tensor | None) -> Tensor:
     """r ∘ conv(x ∘ s, W) for rows x [R, C, ...] and factors [K, S or 1, B or 1, C], where ``usable``."""
     held = op.__dict__
     padding = held["padding"]
+    x, _ = dense(x)  # where autograd sees it: a second derivative goes through x as it is saved
     settings = (held["stride"], padding, held["dilation"], False, (0,) * len(padding), held["groups"])
     y: Tensor = _Between.apply(x, s, op.weight, r, settings)  # type: ignore[no-untyped-call]
     return y
@@ -106,6 +107,8 @@ class _Between(torch.autograd.Function):
         x, s, inner, weight, taps, y, r = ctx.saved_tensors
         need_x, need_s, need_w, need_r, _ = ctx.needs_input_grad
         first, last = ctx.layouts
+        # Whoever kept them since (save_on_cpu) need not have kept their strides.
+        x = like(x, first)
         gx = gs = gw = gr = None
         through = need_x or need_s
         if r is not None:
@@ -113,6 +116,7 @@ class _Between(torch.autograd.Function):
             if not need_r:
                 g = scale(g, r, last)
             else:
+                y = like(y, last)
                 g, gr = gradients(g, y, r, last, torch.empty_like(y) if through or need_w else None)
         if through or need_w:
             gx, gw, _ = torch.ops.aten.convolution_backward.default(

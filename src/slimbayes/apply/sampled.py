@@ -278,11 +278,6 @@ class SampledRule(Rule):
         bias = self.bias is None or self.bias_source in seen
         return self.prior is None or (weight and bias)
 
-    def covered(self, seen: set[str]) -> bool:
-        """Whether the KL of weight and bias is among those ``seen``."""
-        weight = self.weight is None or self.weight_source in seen
-        return weight and (self.bias is None or self.bias_source in seen)
-
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
         """The pairs whose KL this layer adds."""
         if self.prior is None:

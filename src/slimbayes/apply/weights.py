@@ -96,7 +96,7 @@ class _Plan:
     def divergence(self) -> Tensor:
         """The KL of the samples' tensors that have a prior here, from the sums made with them."""
         sums = [own for own, prior in zip(self.sums, self.priors, strict=True) if prior is not None]
-        return torch.full((), closed(sums, self.terms), dtype=torch.float32)
+        return torch.full((), closed(sums, self.terms), dtype=torch.float32, device="cpu")
 
     def groups(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
         """One slice of ``tensors`` for each random tensor."""

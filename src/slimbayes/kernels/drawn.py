@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.kernels.factors import check_family, factors_gradient, factors_value, prepared
+from slimbayes.kernels.rows import batched
 
 _KNOWN = {Tensor, nn.Parameter}
 _flatten = torch._C._nn.flatten_dense_tensors
@@ -70,13 +71,32 @@ def samples(
     return values
 
 
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers one after the other, in memory of their own."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1).clone()  # one tensor would be its own view
+    if any([batched(tensor) for tensor in tensors]):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    joined: Tensor = _flatten(list(tensors))
+    return joined
+
+
+def _parted(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The parts of a flat tensor in these shapes."""
+    if batched(flat):
+        parts = flat.split([one.numel() for one in like])
+        return [part.view(one.shape) for part, one in zip(parts, like, strict=True)]
+    parted: Sequence[Tensor] = _unflatten(flat, list(like))
+    return parted
+
+
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.parameters = parameters  # for their shapes alone: joining is linear, whatever their values become
         count = len(parameters) // 2
-        return _flatten(list(parameters[:count])), _flatten(list(parameters[count:]))
+        return _flat(parameters[:count]), _flat(parameters[count:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -84,7 +104,7 @@ class _Join(torch.autograd.Function):
         result: list[Tensor | None] = []
         for half, grad in enumerate(grads):
             own = ctx.parameters[half * count : (half + 1) * count]
-            result += [None] * count if grad is None else _unflatten(grad, own)
+            result += [None] * count if grad is None else _parted(grad, own)
         return tuple(result)
 
 
@@ -116,7 +136,7 @@ class _Samples(torch.autograd.Function):
                 loc.new_zeros(like.shape, dtype=dtype) if grad is None else grad
                 for grad, like in zip(grads, ctx.shapes, strict=True)
             ]
-        return *factors_gradient(_flatten(found), loc, rho, seed, *ctx.settings), None, None
+        return *factors_gradient(_flat(found), loc, rho, seed, *ctx.settings), None, None
 
 
 @functools.lru_cache(maxsize=64)
@@ -129,8 +149,7 @@ class _Fresh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, before: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
-        joined: Tensor = _flatten(list(parameters))
-        return joined
+        return _flat(parameters)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -142,8 +161,11 @@ _LAST: weakref.WeakKeyDictionary[nn.Module, Joint] = weakref.WeakKeyDictionary()
 
 
 def keep(first: nn.Module, joint: Joint) -> None:
-    """Remember what a draw joined, for its KL."""
-    _LAST[first] = joint
+    """Remember what a draw joined, for its KL; not what was computed from something else, whose graph it would hold."""
+    if all([parameter.is_leaf for parameter in joint.parameters]):
+        _LAST[first] = joint
+    else:
+        _LAST.pop(first, None)
 
 
 def again(first: nn.Module, locs: Sequence[Tensor], rhos: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -157,6 +179,9 @@ def again(first: nn.Module, locs: Sequence[Tensor], rhos: Sequence[Tensor]) -> t
     parameters = (*locs, *rhos)
     if len(parameters) != len(known.parameters):
         return None
+    for half, before in ((locs[0], known.loc), (rhos[0], known.rho)):
+        if half.dtype != before.dtype or half.device != before.device:
+            return None
     for mine, theirs, wanted in zip(parameters, known.parameters, known.wanted, strict=True):
         if mine is not theirs or mine.requires_grad != wanted:
             return None

@@ -79,7 +79,7 @@ class _ScaleRows(torch.autograd.Function):
         x, f = ctx.saved_tensors
         if torch.is_grad_enabled() or batched(g):
             return g * broadcast(f, x), None, factor_gradient(g, x, f)
-        g = like(g, ctx.last)
+        g, x = like(g, ctx.last), like(x, ctx.last)  # who kept x need not have kept its strides
         write, _, reduce = ctx.needs_input_grad
         if not reduce:
             return scale(g, f, ctx.last), None, None

@@ -201,15 +201,14 @@ def _sample(group: Group, draw: Draw) -> None:
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
     settings = (draw.samples, examples, group.family, group.clip, dtype)
+    seed = torch.randint(0, 2**62, (1,), device=first.device)
     values: Sequence[Tensor]
     if eager() and torch.is_grad_enabled() and drawn.joinable((*locs, *rhos)):
         joint = drawn.join_all(locs, rhos)
         drawn.keep(group.factors[0], joint)
-        seed = torch.randint(0, 2**62, (1,), device=first.device)
         values = drawn.samples(joint, widths, seed, *settings)
     else:
         loc, rho = joined(group)
-        seed = torch.randint(0, 2**62, (1,), device=first.device)
         values = sample_flat(loc, rho, widths, seed, *settings)
     for source, value in zip(group.sources, values, strict=True):
         draw.prefilled[source] = value

@@ -248,9 +248,8 @@ def _sample(
     kept = not interpolates(log_u, log_v)
     # One sample of a large matrix takes the place of its σ.
     room = torch.empty_like(noise) if kept or len(noise) > 1 else scale.unsqueeze(0)
-    own = (
-        scale if kept or len(noise) > 1 else room
-    )  # a view beside its base is refused where other strides mix in
+    # Itself where it is written over: a view beside its base is refused where other strides mix in.
+    own = scale if kept or len(noise) > 1 else room
     if centred:
         return torch.mul(own, noise, out=room), scale if kept else None
     return torch.addcmul(mean, own, noise, out=room), scale if kept else None

@@ -1,0 +1,27 @@
+"""The papers' tables and figures as data: what to run, what was printed, and what came out."""
+
+from slimbayes.experiments.entry import COLUMNS, PAPERS, Column, Experiment, Paper, Printed, Setting
+from slimbayes.experiments.results import (
+    FORMAT,
+    SCALES,
+    ResultError,
+    read_result,
+    result_path,
+    write_result,
+)
+
+__all__ = [
+    "COLUMNS",
+    "FORMAT",
+    "PAPERS",
+    "SCALES",
+    "Column",
+    "Experiment",
+    "Paper",
+    "Printed",
+    "ResultError",
+    "Setting",
+    "read_result",
+    "result_path",
+    "write_result",
+]

@@ -1,0 +1,99 @@
+"""Results of experiments: JSON files, one per experiment and scale, checked when read and written whole.
+
+    results/ktied/table2.gpu.json
+
+A document holds, beside its ``experiment``, ``scale`` and ``settings``:
+
+- ``tables``: ``{"name", "title", "columns": [keys], "rows": [{"label", "values": {key: [one number per seed]},
+  "errors": {key: standard error over test examples, where there is one}}]}``. Names, labels and keys are those of
+  the entry's printed tables where the paper has the same cell; further rows and columns are ours.
+- ``curves``: ``{"name", "title", "x", "y", "log_x", "log_y", "lines": [{"label", "x": [...], "y": [[per seed]]}]}``.
+- ``maps``: ``{"name", "title", "panels": [{"label", "shape": [m, n], "values": [[...]]}]}``, block means of matrices.
+- ``checks``: ``{"what", "holds", "value", "bound"}``: what was to hold, as text, and whether it does.
+- ``deviations``: sentences: where the run differs from the paper's.
+- ``runs``: every training run: setting, label, seed, training settings, steps, seconds.
+- ``provenance``: command, commit, seeds, fingerprints of data, hardware, seconds, package versions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slimbayes.files import write_whole
+
+FORMAT = "slimbayes-experiment"
+SCALES = ("smoke", "desk", "gpu", "paper")
+_LISTS = ("tables", "curves", "maps", "checks", "deviations", "runs")
+
+
+class ResultError(ValueError):
+    """A file that is no result of an experiment, with what is wrong and what to do."""
+
+
+def result_path(folder: str | Path, experiment: str, scale: str) -> Path:
+    """Where the result of an experiment at a scale lies.
+
+    >>> result_path("results", "ktied/table2", "gpu").as_posix()
+    'results/ktied/table2.gpu.json'
+    """
+    return Path(folder) / f"{experiment}.{scale}.json"
+
+
+def write_result(document: dict[str, Any], folder: str | Path) -> Path:
+    """Check a result and write it, whole: floats at six significant digits."""
+    check_result(document, "the new result")
+    path = result_path(folder, document["experiment"], document["scale"])
+    return write_whole(path, json.dumps(_rounded(document), ensure_ascii=False, indent=1) + "\n")
+
+
+def read_result(path: str | Path) -> dict[str, Any]:
+    """Read and check a result file."""
+    path = Path(path)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ResultError(f"{path}: cannot be read ({error}); run its experiment again") from error
+    return check_result(document, str(path))
+
+
+def check_result(document: Any, origin: str) -> dict[str, Any]:
+    """The document itself, if it has the parts of a result."""
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ResultError(f"{origin}: no result of slimbayes reproduce (its format is not {FORMAT!r})")
+    if document.get("version") != 1:
+        raise ResultError(
+            f"{origin}: version {document.get('version')!r} is not known here: update slimbayes"
+        )
+    if document.get("scale") not in SCALES or not isinstance(document.get("experiment"), str):
+        raise ResultError(f"{origin}: experiment or scale is missing; run its experiment again")
+    for part in _LISTS:
+        if not isinstance(document.get(part), list):
+            raise ResultError(f"{origin}: {part!r} is missing; run its experiment again")
+    for table in document["tables"]:
+        _check_table(table, origin)
+    if not isinstance(document.get("provenance"), dict):
+        raise ResultError(f"{origin}: its provenance is missing; run its experiment again")
+    return document
+
+
+def _check_table(table: Any, origin: str) -> None:
+    try:
+        columns = set(table["columns"])
+        for row in table["rows"]:
+            for key, values in row["values"].items():
+                if key not in columns:
+                    raise ResultError(f"{origin}: {table['name']!r} has no column {key!r}")
+                if not values or not all(isinstance(v, int | float) for v in values):
+                    raise ResultError(f"{origin}: {table['name']!r}, {row['label']!r}, {key!r}: {values!r}")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ResultError(f"{origin}: a table is damaged ({error!r}); run its experiment again") from error
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

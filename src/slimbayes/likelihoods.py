@@ -345,7 +345,9 @@ def _looks_at(draws: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return not (draws.is_cuda and draws.requires_grad) or _steps[0] % _EVERY in (1, 2)
+    if not draws.is_cuda or not draws.requires_grad:
+        return not (draws.is_cuda and torch.cuda.is_current_stream_capturing())
+    return _steps[0] % _EVERY in (1, 2) and not torch.cuda.is_current_stream_capturing()
 
 
 def _check_types(draws: object, targets: object, likelihood: Likelihood, axes: int) -> None:

@@ -21,6 +21,7 @@ from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteEr
 from slimbayes.record import find_record, unwrap
 from slimbayes.training.keeping import STATE, keep, put_weights, take_up, weights_of
 from slimbayes.training.monitor import History, Progress, Row, tensorboard
+from slimbayes.training.recording import Recorder, check_recordable
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_source, mixed_seed
 from slimbayes.training.state import remove_partial
@@ -144,13 +145,19 @@ class Run:
         self.steps = planned if settings.steps is None else settings.steps
         if settings.channels_last and any(isinstance(m, nn.Conv2d) for m in self.model.modules()):
             channels_last(self.model)
+        if settings.capture:
+            check_recordable(self.model, settings, fabric)
+            self.model.to(fabric.device)  # where the optimizer's rates are to be
+            likelihood.to(fabric.device)
         self.optimizer = settings.make_optimizer(self.model, likelihood.parameters())
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         objective: nn.Module = Objective(self.model, likelihood, self.source.num_data, settings)
         if settings.compile:
             objective = compiling.compile(objective)
         self.objective, self.stepper = fabric.setup(objective, self.optimizer)
+        self.recorder = Recorder(self._compute, fabric.device) if settings.capture else None
         self.step = 0
+        self.multiplier = -1.0  # of the rates that the optimizer has
         self.sums = torch.zeros(4, dtype=torch.float64)  # of loss, nll, KL and 1 since the last row
         self.best: Row = {}
         self.best_weights: dict[str, Tensor] = {}
@@ -220,22 +227,36 @@ class Run:
 
     def _train_step(self, batch: Batch) -> Tensor:
         settings, fabric = self.settings, self.fabric
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * settings.multiplier(self.step, self.steps, self.per_epoch)
+        self._set_rates(settings.multiplier(self.step, self.steps, self.per_epoch))
         # Noise is a function of (seed, step, rank): a resumed run draws what an undisturbed one would have.
         torch.manual_seed(mixed_seed(settings.seed, 1, self.step, fabric.global_rank))
         inputs, targets = fabric.to_device(batch)
-        self.stepper.zero_grad()
+        weight = settings.kl_factor(self.step, self.steps)
         try:
-            likelihood, nll, divergence = self.objective(inputs, targets)
+            return (self.recorder or self._compute)(inputs, targets, weight)
         except NotFiniteError as error:
             raise self._diverged(self.step + 1, str(error).partition(":")[0]) from error
-        loss = likelihood + settings.kl_factor(self.step, self.steps) * divergence / self.source.num_data
-        fabric.backward(loss)
-        if settings.clip_norm is not None:
+
+    def _set_rates(self, multiplier: float) -> None:
+        if self.recorder is not None and multiplier == self.multiplier:
+            return
+        self.multiplier = multiplier
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * multiplier)
+            else:
+                group["lr"] = rate * multiplier
+
+    def _compute(self, inputs: Any, targets: Tensor, kl_weight: float | Tensor) -> Tensor:
+        """Loss, gradients and the optimizer's step; returns (loss, nll, KL)."""
+        self.stepper.zero_grad()
+        likelihood, nll, divergence = self.objective(inputs, targets)
+        loss = likelihood + kl_weight * divergence / self.source.num_data
+        self.fabric.backward(loss)
+        if self.settings.clip_norm is not None:
             # A norm that is not finite is left to the check of the loss, which names the step.
-            fabric.clip_gradients(
-                self.objective, self.stepper, max_norm=settings.clip_norm, error_if_nonfinite=False
+            self.fabric.clip_gradients(
+                self.objective, self.stepper, max_norm=self.settings.clip_norm, error_if_nonfinite=False
             )
         self.stepper.step()
         return torch.stack([loss.detach().float(), nll.detach().float(), divergence.detach().float()])
@@ -319,6 +340,8 @@ class Run:
 
     def _checkpoint_due(self, ended: bool) -> bool:
         every = self.settings.checkpoint_every
+        if every is not None:
+            ended = self.step == self.steps or self.done
         return self.folder is not None and (ended or (every is not None and self.step % every == 0))
 
 

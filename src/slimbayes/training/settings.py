@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimbayes.objective import REDUCTIONS, parameter_groups
+from slimbayes.objective import REDUCTIONS, StepAnnealing, parameter_groups
 
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine", "steps")
@@ -70,12 +70,17 @@ class Training:
     warmup: float = 0.0  # epochs of linear warm-up from 0
     kl_weight: float = 1.0
     kl_annealing: float = 0.8  # fraction of the run over which the KL's weight grows linearly; 0: none
+    kl_coefficient: float | None = (
+        None  # instead: the weight grows by this per step, as the k-tied paper's does,
+    )
+    kl_every: int = 100  # and is raised once in so many steps
     samples: int = 1  # per component and step
     noise: str = "example"
     reduction: str = "average"
     clip_norm: float | None = None
     precision: str = "32-true"
     compile: bool = False
+    capture: bool = False  # record the step as a CUDA graph and replay it: one GPU, batches of one shape
     channels_last: bool = True  # networks with 2-d convolutions
     augment: bool = True  # crops and flips, where the data set allows them
     early_stopping: int | None = None  # validations without a better NLL before the run stops
@@ -113,7 +118,7 @@ class Training:
 
     def _check_types(self) -> None:
         """A file may hold anything: text, lists and nothing where numbers belong."""
-        for name in ("compile", "channels_last", "augment"):
+        for name in ("compile", "capture", "channels_last", "augment"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not isinstance(self.accelerator, str):
@@ -124,18 +129,21 @@ class Training:
             raise ValueError(f"milestones must be a list of numbers, got {self.milestones!r}")
 
     def _check_numbers(self) -> None:
-        whole = ("epochs", "batch_size", "samples", "validate_every", "validation_samples", "log_every")
+        whole = (
+            "epochs", "batch_size", "samples", "validate_every", "validation_samples", "log_every", "kl_every",
+        )  # fmt: skip
         for name in (*whole, "devices", "num_nodes", "steps", "checkpoint_every", "early_stopping"):
             value = getattr(self, name)
-            optional = name in ("steps", "checkpoint_every", "early_stopping")
-            if not (optional and value is None) and not (whole_number(value) and value >= 1):
+            may_miss = name in ("steps", "checkpoint_every", "early_stopping")
+            if not (may_miss and value is None) and not (whole_number(value) and value >= 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if not (whole_number(self.workers) and self.workers >= 0):
             raise ValueError(f"workers must be a whole number of at least 0, got {self.workers!r}")
         numbers = ("momentum", "weight_decay", "l2", "factor_lr_multiplier", "decay", "warmup", "kl_weight")
-        for name in ("lr", *numbers, "kl_annealing", *(("clip_norm",) if self.clip_norm is not None else ())):
+        optional = [name for name in ("clip_norm", "kl_coefficient") if getattr(self, name) is not None]
+        for name in ("lr", *numbers, "kl_annealing", *optional):
             value = getattr(self, name)
-            least = "above 0" if name in ("lr", "clip_norm") else "of at least 0"
+            least = "above 0" if name in ("lr", "clip_norm", "kl_coefficient") else "of at least 0"
             if not real_number(value) or value < 0 or (value == 0 and least == "above 0"):
                 raise ValueError(f"{name} must be a finite number {least}, got {value!r}")
         if self.kl_annealing > 1 or not all(0 <= m <= 1 for m in self.milestones):
@@ -158,9 +166,15 @@ class Training:
     def kl_factor(self, step: int, steps: int) -> float:
         """The weight of the KL at a step: kl_weight · min(1, (step + 1) / (kl_annealing · steps)).
 
+        With a ``kl_coefficient`` c it is kl_weight · min(1, c · kl_every · ⌊step / kl_every⌋) (``sb.StepAnnealing``).
+
         >>> [Training(kl_annealing=0.5).kl_factor(step, 8) for step in (0, 3, 7)]
         [0.25, 1.0, 1.0]
+        >>> [Training(kl_coefficient=5e-4).kl_factor(step, 5000) for step in (99, 150, 4000)]
+        [0.0, 0.05, 1.0]
         """
+        if self.kl_coefficient is not None:
+            return self.kl_weight * StepAnnealing(self.kl_coefficient, self.kl_every)(step)
         ramp = self.kl_annealing * steps
         return self.kl_weight * (min(1.0, (step + 1) / ramp) if ramp >= 1 else 1.0)
 
@@ -171,10 +185,15 @@ class Training:
         rest = list(others)
         if rest:
             groups.append({"name": "likelihood", "params": rest, "lr": self.lr, "weight_decay": 0.0})
+        options: dict[str, Any] = {"lr": self.lr}
+        if self.capture:  # a recorded step reads the rates from the device, where a schedule can change them
+            device = next(model.parameters()).device
+            groups = [{**group, "lr": torch.tensor(group["lr"], device=device)} for group in groups]
+            options |= {"fused": True}
         if self.optimizer == "sgd":
-            return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
+            return torch.optim.SGD(groups, momentum=self.momentum, nesterov=self.momentum > 0, **options)
         kind = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
-        return kind(groups, lr=self.lr)
+        return kind(groups, capturable=self.capture, **options)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Training:

@@ -60,7 +60,7 @@ docs: $(DEV)  ## check that the generated tables in docs/ are current
 	$(BIN)/python docs/generate.py --check
 
 clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) $(PEERS) slimbayes-compare slimbayes-run build dist src/*.egg-info htmlcov .coverage .coverage.* \
+	rm -rf $(VENV) $(PEERS) slimbayes-compare slimbayes-run slimbayes-reproduce build dist src/*.egg-info htmlcov .coverage .coverage.* \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

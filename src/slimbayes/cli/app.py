@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from slimbayes import __version__
-from slimbayes.cli import benching, comparing, training, using
+from slimbayes.cli import benching, comparing, reproducing, training, using
 from slimbayes.cli.errors import screen
 
 app = typer.Typer(
@@ -37,6 +37,6 @@ def _main(
     pass
 
 
-for module in (comparing, training, using, benching):
+for module in (comparing, training, using, reproducing, benching):
     for command, examples in module.COMMANDS:
         app.command(epilog=examples)(command)

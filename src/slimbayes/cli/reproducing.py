@@ -1,0 +1,102 @@
+"""``slimbayes reproduce``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slimbayes.cli import options as o
+from slimbayes.cli.errors import friendly, screen
+from slimbayes.config import ConfigError
+
+LATER = 75  # the exit code of a call whose time was spent: run it again
+
+
+@friendly
+def reproduce(
+    experiment: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="EXPERIMENT...", help="Entries by name, as ktied/table2; see --list."),
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Show every entry of the three papers and its state.")
+    ] = False,
+    scale: Annotated[
+        str,
+        typer.Option(
+            "--scale",
+            help="smoke (seconds, embedded data), desk (minutes to an hour), gpu (one GPU), paper (in full).",
+        ),
+    ] = "smoke",
+    results: Annotated[
+        Path, typer.Option("--results", metavar="FOLDER", help="Where the results lie.")
+    ] = Path("results"),
+    work: Annotated[
+        Path,
+        typer.Option("--work", metavar="FOLDER", help="Where trained networks are kept, to be used again."),
+    ] = Path("slimbayes-reproduce"),
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, help="So many seeds instead of the scale's own.")
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="SECONDS", help="Stop then, whole; the same command goes on."),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes that train at the same time.")] = 1,
+    data_root: o.DataRoot = None,
+    quiet: o.Quiet = False,
+    threads: o.Threads = None,
+) -> None:
+    """Run a paper's table or figure again, and write the result beside what the paper printed.
+
+    Networks are trained once and kept in the work folder, for every entry that needs them. An interrupted call
+    goes on where it stopped when the same command is given again.
+    """
+    if list_all:
+        from slimbayes.cli.listing import show
+
+        show(screen, results)
+        return
+    if not experiment:
+        raise ConfigError(
+            "which experiment? Name one, as ktied/table2; slimbayes reproduce --list shows them all"
+        )
+    from slimbayes.experiments.running import reproduce as run
+    from slimbayes.experiments.session import OutOfTime
+
+    o.set_threads(threads)
+    say = (lambda text: None) if quiet else o.note
+    try:
+        for name in experiment:
+            path = run(
+                name,
+                scale,
+                results,
+                work,
+                data_root,
+                seeds,
+                budget,
+                jobs,
+                progress=not quiet and jobs == 1,
+                say=say,
+            )
+            o.note(f"{name} at scale {scale}: {path}")
+    except OutOfTime as error:
+        o.note(str(error))
+        raise typer.Exit(LATER) from None
+
+
+COMMANDS = (
+    (
+        reproduce,
+        o.examples(
+            "slimbayes reproduce --list",
+            "slimbayes reproduce ktied/table1",
+            "slimbayes reproduce ktied/table2 --scale desk --data-root data",
+            "slimbayes reproduce ktied/figure6 --scale gpu --budget 540 --jobs 4",
+            "slimbayes report results",
+        ),
+    ),
+)

@@ -1,0 +1,226 @@
+"""How the k-tied paper's networks are trained at each scale, and with which of its hyper-parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slimbayes.data import Scaling
+from slimbayes.experiments import ktied_probes as probes
+from slimbayes.experiments.session import Prepared, Recipe, Session, Trained
+from slimbayes.training import Training
+
+LABELS = ("Mean-field", "1-tied", "2-tied", "3-tied")
+TFP_STDDEV = math.log1p(math.exp(-9.0))  # softplus(−9): the example's first standard deviation, 1.23e-4
+TFP_CAP = math.log1p(0.2)  # softplus(log 0.2): its cap, 0.182
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a scale makes of a setting."""
+
+    data: str
+    network: str
+    epochs: int
+    batch_size: int
+    seeds: int
+    samples: int  # of weights, in evaluation
+    held_out: int
+    probe_steps: tuple[int, ...] = ()
+    curve_every: int = 0
+    lr_scale: float = 1.0  # of a shortened schedule: Adam moves a parameter by at most lr per step
+
+
+_LENET = "lenet(kernel_size=5)"
+_PROBES = (1000, 5000, 9000)
+SIZES: dict[tuple[str, str], Size] = {
+    ("mnist", "smoke"): Size("digits", "mlp(hidden=(24, 24))", 10, 256, 1, 4, 200, (16, 32, 40), 8),
+    ("mnist", "desk"): Size("mnist", "mlp", 100, 1024, 3, 100, 10_000, _PROBES, 500, 3.0),
+    ("mnist", "gpu"): Size("mnist", "mlp", 300, 1024, 5, 100, 10_000, _PROBES, 250),
+    ("mnist", "paper"): Size("mnist", "mlp", 300, 1024, 5, 100, 10_000, _PROBES, 250),
+    ("cifar100", "smoke"): Size("digits", _LENET, 2, 256, 1, 2, 200, (4, 6, 8), 2),
+    ("cifar100", "desk"): Size("cifar100", _LENET, 20, 1024, 1, 20, 10_000, (100, 400, 700), 100, 3.0),
+    ("cifar100", "gpu"): Size("cifar100", _LENET, 300, 1024, 3, 100, 10_000, _PROBES, 250),
+    ("cifar100", "paper"): Size("cifar100", _LENET, 300, 1024, 3, 100, 10_000, _PROBES, 250),
+    ("resnet", "smoke"): Size("digits", "tfp_resnet(widths=(8, 8, 8, 8))", 2, 256, 1, 2, 0),
+    ("resnet", "desk"): Size("cifar10", "tfp_resnet", 2, 128, 1, 10, 0, lr_scale=20.0),
+    ("resnet", "gpu"): Size("cifar10", "tfp_resnet", 70, 128, 3, 100, 0, lr_scale=10.0),
+    ("resnet", "paper"): Size("cifar10", "tfp_resnet", 700, 128, 3, 100, 0),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hyper-parameters from the paper's grids, chosen on validation data (results/ktied/tuning.gpu.json)."""
+
+    lr: float
+    prior: float
+    coefficient: float | None = None
+
+
+# (setting, purpose, label): the winners of the sweep ``ktied/tuning``.
+CHOSEN: dict[tuple[str, str, str], Choice] = {
+    ("mnist", "converged", "Mean-field"): Choice(1e-3, 0.2),
+    **{("mnist", "annealed", label): Choice(1e-3, 0.2, 5e-6) for label in LABELS},
+    ("cifar100", "converged", "Mean-field"): Choice(1e-3, 0.2),
+    **{("cifar100", "annealed", label): Choice(1e-3, 0.2, 5e-6) for label in LABELS},
+}
+# The printed −ELBO of mean-field falls by 27 nats in 8,000 steps while log σ moves by at most lr per step: of the
+# paper's grid only 3e-4 fits, with 9.6 weights per training example.
+PROBED_LR = 3e-4
+
+
+def size_of(setting: str, scale: str) -> Size:
+    """The size of a setting at a scale."""
+    return SIZES["resnet" if setting == "resnet-he" else setting, scale]
+
+
+def prepare(session: Session, setting: str) -> Prepared:
+    """The data of a setting in the paper's units: MNIST in [−1, 1], CIFAR-100 in [0, 1], CIFAR-10 less its mean."""
+    size = size_of(setting, session.scale)
+    if setting.startswith("resnet"):
+        return session.prepared(size.data, pixel_mean=True)
+    channels = 1 if size.data in ("digits", "mnist") else 3
+    scaling = Scaling((0.5,) * channels, (0.5,) * channels, 1 / 255)
+    if setting == "cifar100":
+        scaling = Scaling((0.0,) * channels, (1.0,) * channels, 1 / 255)
+    return session.prepared(size.data, scaling, size.held_out)
+
+
+def method_text(label: str, prior: float, estimator: str = "shared") -> str:
+    """The method of a row, as text.
+
+    >>> method_text("2-tied", 0.3)
+    "KTied(rank=2, prior=Normal(0.0, 0.3), stddev_init=0.01, estimator='shared')"
+    """
+    rest = f"prior=Normal(0.0, {prior}), stddev_init=0.01, estimator={estimator!r}"
+    return f"MeanField({rest})" if label == "Mean-field" else f"KTied(rank={label[0]}, {rest})"
+
+
+def recipe(
+    session: Session, setting: str, purpose: str, label: str, choice: Choice | None = None,
+    estimator: str = "shared", steps: int | None = None,
+) -> Recipe:  # fmt: skip
+    """The recipe of a row: "converged" without annealing, "annealed" with it, "probed" at the paper's implied rate."""
+    size = size_of(setting, session.scale)
+    if setting.startswith("resnet"):
+        return _resnet(session, setting, size)
+    if choice is None:
+        choice = CHOSEN[setting, "converged" if purpose == "converged" else "annealed", label]
+        if purpose in ("probed", "timed"):
+            choice = Choice(PROBED_LR, choice.prior)
+    shared: dict[str, Any] = _common(session, size) | {
+        "lr": choice.lr * (1.0 if purpose in ("probed", "timed") else size.lr_scale), "schedule": "constant",
+        "kl_annealing": 0.0, "kl_coefficient": choice.coefficient, "steps": steps,
+    }  # fmt: skip
+    if choice.coefficient is not None:  # a shortened run anneals as much faster
+        full = SIZES[setting, "paper"].epochs
+        shared["kl_coefficient"] = choice.coefficient * full / size.epochs
+        shared["kl_every"] = max(1, round(100 * size.epochs / full))
+    training = Training(**shared)
+    method = method_text(label, choice.prior, estimator)
+    if setting == "cifar100" and label != "Mean-field":  # the dense layers are tied, the convolutions are not
+        rest = method_text("Mean-field", choice.prior, estimator)
+        return Recipe(
+            setting, purpose, label, size.network, size.data, method, training, "^(dense|output)$", rest
+        )
+    return Recipe(setting, purpose, label, size.network, size.data, method, training)
+
+
+def _resnet(session: Session, setting: str, size: Size) -> Recipe:
+    prior = "HeNormal()" if setting == "resnet-he" else "Normal(0.0, 1.0)"
+    method = (
+        f"MeanField(prior={prior}, stddev_init={TFP_STDDEV:.6g}, estimator='flipout', biases=False, "
+        f"stddev_max={TFP_CAP:.6g})"
+    )
+    precision = "bf16-mixed" if session.device.type == "cuda" else "32-true"
+    training = Training(
+        **_common(session, size) | {"precision": precision}, lr=1e-4 * size.lr_scale, schedule="constant",
+        kl_annealing=50 / 700,
+    )  # fmt: skip
+    return Recipe(setting, "converged", "Mean-field", size.network, size.data, method, training)
+
+
+def _common(session: Session, size: Size) -> dict[str, Any]:
+    cuda = session.device.type == "cuda"
+    return {
+        "epochs": size.epochs, "batch_size": size.batch_size, "optimizer": "adam", "augment": False,
+        "capture": cuda, "checkpoint_every": 4000 if cuda else 200, "log_every": 1000 if cuda else 100,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One network to train: which row of which table, and its seed."""
+
+    setting: str
+    purpose: str
+    label: str
+    seed: int
+    choice: Choice | None = None
+    estimator: str = "shared"
+
+
+def train(session: Session, job: Job) -> Trained:
+    """The trained network of a job, with what its purpose has measured on the way."""
+    with_precision(session)
+    size, prepared = size_of(job.setting, session.scale), prepare(session, job.setting)
+    steps = size.probe_steps[-1] if job.purpose in ("probed", "timed") else None
+    made = recipe(session, job.setting, job.purpose, job.label, job.choice, job.estimator, steps)
+    if job.purpose in ("probed", "timed"):
+        layer = "dense" if job.setting == "cifar100" else "hidden.1"
+        snr_steps = size.probe_steps if job.purpose == "probed" else ()
+        probe = probes.convergence(session, layer, size.batch_size, snr_steps)
+        return session.trained(
+            made, prepared, job.seed, probe, size.curve_every, resume=job.purpose == "probed"
+        )
+    if job.purpose == "converged":
+        per_epoch = prepared.num_train // size.batch_size
+        every = max(1, size.epochs * per_epoch // (4 if session.scale == "smoke" else 50))
+        return session.trained(made, prepared, job.seed, probes.spreads, every)
+    return session.trained(made, prepared, job.seed)
+
+
+def seeds_of(session: Session, setting: str) -> range:
+    """The seeds of a setting at the session's scale."""
+    return range(session.seeds or size_of(setting, session.scale).seeds)
+
+
+def with_precision(session: Session) -> None:
+    """TensorFloat-32 in matrix products on a GPU, as fast as the paper's hardware would have had it."""
+    if session.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+
+
+def deviations(session: Session, setting: str) -> list[str]:
+    """Where a setting at this scale differs from the paper's, in words."""
+    size, paper = size_of(setting, session.scale), size_of(setting, "paper")
+    said = []
+    if size.data != paper.data:
+        said.append(
+            f"{setting}: trained on {size.data}, not on {paper.data}: only a test that the code runs."
+        )
+    elif size.data.startswith("cifar"):
+        said.append(f"{setting}: {session.used.get(size.data, {}).get('source', '')}")
+    if size.epochs != paper.epochs:
+        words = f"{setting}: {size.epochs} epochs instead of {paper.epochs}"
+        said.append(
+            words + (f", with {size.lr_scale:g} times the learning rate." if size.lr_scale != 1 else ".")
+        )
+    if size.samples != 100:
+        said.append(f"{setting}: predictions average {size.samples} weight samples, the paper's 100.")
+    if setting == "resnet" and session.device.type == "cuda":
+        said.append("resnet: trained in bfloat16 (mixed), evaluated in float32 with TensorFloat-32 products.")
+    elif session.device.type == "cuda":
+        said.append(f"{setting}: float32 with TensorFloat-32 matrix products.")
+    if not setting.startswith("resnet"):
+        said.append(
+            f"{setting}: mean-field standard deviations are softplus(ρ), not exp: the same to 1 % while σ < 0.02, and "
+            "their gradients have the same signal-to-noise ratio."
+        )
+    return said

@@ -1,0 +1,248 @@
+"""The k-tied paper's tables: post-hoc ranks (Tables 2, 3, 5, Figures 5, 9) and trained ranks (Figure 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from slimbayes import analysis
+from slimbayes.compressing import compress
+from slimbayes.experiments.ktied_recipes import LABELS, Choice, Job, prepare, seeds_of, size_of, train
+from slimbayes.experiments.outcome import Outcome, Table, check
+from slimbayes.experiments.session import Session, count_parameters
+
+RANKS = (1, 2, 3)
+DENSE = {"mnist": None, "cifar100": "^(dense|output)$", "resnet": None, "resnet-he": None}
+
+
+def converged(session: Session, setting: str) -> list[Job]:
+    """Mean-field networks trained without annealing: what the post-hoc study starts from."""
+    return [Job(setting, "converged", "Mean-field", seed) for seed in seeds_of(session, setting)]
+
+
+def annealed(session: Session, setting: str, estimator: str = "shared") -> list[Job]:
+    """Every row of Figure 6, left."""
+    return [
+        Job(setting, "annealed", label, seed, estimator=estimator)
+        for seed in seeds_of(session, setting)
+        for label in LABELS
+    ]
+
+
+def posthoc(session: Session, setting: str, extra: bool = False) -> Table:
+    """Figures of the mean-field networks and of their clipped SVDs; ``extra``: of ``sb.compress`` beside them."""
+    size, prepared = size_of(setting, session.scale), prepare(session, setting)
+    table = Table(setting, TITLES[setting], ("neg_elbo", "nll", "accuracy", "brier", "ece", "parameters"))
+    for job in converged(session, setting):
+        found = train(session, job)
+        for label, rank, make in _variants(found.model, DENSE[setting], extra):
+            figures, errors = session.figures(found, label, prepared, size.samples, make)
+            table.add(
+                label, {**figures, "parameters": tied_parameters(found.model, rank, DENSE[setting])}, errors
+            )
+        session.say(f"{setting}: post-hoc ranks of seed {job.seed} measured")
+    first = table.rows["Mean-field"].values["parameters"][0]
+    table.derive("parameters_percent", lambda values: 100 * values["parameters"] / first)
+    return table
+
+
+Variant = tuple[str, int | None, Callable[[], nn.Module]]
+
+
+def _variants(model: nn.Module, include: str | None, extra: bool) -> list[Variant]:
+    """(label, rank, how it is made) of every row."""
+    found: list[Variant] = [("Mean-field", None, lambda: model)]
+    for rank in RANKS:
+        found.append((f"{rank}-tied", rank, partial(analysis.truncate, model, rank, include=include)))
+        if extra:
+            found.append((f"{rank}-tied, sb.compress", rank, partial(compress, model, rank, include=include)))
+    return found
+
+
+def tied_parameters(model: nn.Module, rank: int | None, include: str | None) -> int:
+    """Parameters of a mean-field model when σ of the selected layers is kept as U and V: k(m + n) for mn."""
+    if rank is None:
+        return count_parameters(model)
+    shapes = [matrix.stddev.shape for matrix in analysis.matrices(model, include).values()]
+    return count_parameters(model) - sum(m * n for m, n in shapes) + rank * sum(m + n for m, n in shapes)
+
+
+TITLES = {
+    "mnist": "MNIST, MLP 784-400-400-10",
+    "cifar100": "CIFAR-100, LeNet",
+    "resnet": "CIFAR-10, TFP's ResNet",
+    "resnet-he": "CIFAR-10, TFP's ResNet, He-scaled prior",
+}
+
+
+def table2(session: Session) -> Outcome:
+    """Table 2: what clipped SVDs of σ do to trained mean-field networks."""
+    outcome = Outcome(session, ("mnist", "cifar100"))
+    for setting in ("mnist", "cifar100"):
+        table = posthoc(session, setting).select("neg_elbo", "nll", "accuracy")
+        outcome.tables.append(table)
+        outcome.checks += posthoc_checks(table)
+    return outcome
+
+
+def posthoc_checks(table: Table) -> list[dict[str, Any]]:
+    """Rank 2 within 5 % of mean-field's NLL, rank 1 clearly worse than that."""
+    base = table.mean("Mean-field", "nll")
+    two, one = (table.mean(label, "nll") / base - 1 for label in ("2-tied", "1-tied"))
+    return [
+        check(
+            f"{table.title}: NLL of post-hoc rank 2 within 5 % of mean-field's",
+            abs(two) <= 0.05,
+            two,
+            "±0.05",
+        ),
+        check(
+            f"{table.title}: NLL of post-hoc rank 1 clearly worse (more than 5 %)", one > 0.05, one, "> 0.05"
+        ),
+    ]
+
+
+def resnet_table(name: str, setting: str, columns: Sequence[str]) -> Any:
+    """Figure 5, Tables 3 and 5 and Figure 9: columns of the same post-hoc study."""
+
+    def report(session: Session) -> Outcome:
+        outcome = Outcome(session, (setting,))
+        table = posthoc(session, setting).select(*columns)
+        outcome.tables.append(table)
+        if "nll" in columns:
+            outcome.checks += posthoc_checks(table)
+        if name == "figure5":
+            from slimbayes.experiments.ktied_figures import spectra
+
+            outcome.curves += spectra(session, setting)
+        return outcome
+
+    return report
+
+
+def trained_table(session: Session, setting: str, estimator: str = "shared") -> Table:
+    """Figure 6, left: networks trained with mean-field and tied posteriors."""
+    size, prepared = size_of(setting, session.scale), prepare(session, setting)
+    columns = ("neg_elbo", "nll", "accuracy", "parameters_k", "parameters", "brier", "ece")
+    table = Table(setting, TITLES[setting], columns)
+    for job in annealed(session, setting, estimator):
+        found = train(session, job)
+        figures, errors = session.figures(found, "trained", prepared, size.samples)
+        counts = {"parameters": float(found.parameters), "parameters_k": found.parameters / 1000}
+        table.add(job.label, {**figures, **counts}, errors)
+    return table
+
+
+def trained_checks(table: Table, setting: str) -> list[dict[str, Any]]:
+    """2- and 3-tied within 2 % of mean-field's NLL; the paper's absolute figures."""
+    base = table.mean("Mean-field", "nll")
+    found = []
+    for label in ("2-tied", "3-tied"):
+        worse = table.mean(label, "nll") / base - 1
+        found.append(
+            check(
+                f"{table.title}: test NLL of {label} at most 2 % above mean-field's",
+                worse <= 0.02,
+                worse,
+                "≤ 0.02",
+            )
+        )
+    if setting == "mnist":
+        nll, accuracy = table.mean("3-tied", "nll"), table.mean("3-tied", "accuracy")
+        found.append(check("MNIST: NLL of 3-tied at most 0.120", nll <= 0.120, nll, "≤ 0.120"))
+        found.append(check("MNIST: accuracy of 3-tied at least 96.9 %", accuracy >= 96.9, accuracy, "≥ 96.9"))
+    else:
+        best = max(table.mean(f"{rank}-tied", "accuracy") for rank in RANKS)
+        found.append(
+            check("CIFAR-100: accuracy of the best tied rank at least 43.9 %", best >= 43.9, best, "≥ 43.9")
+        )
+    return found
+
+
+def local(session: Session) -> Outcome:
+    """The MNIST table of Figure 6 with the local estimator, beside the shared one."""
+    outcome = Outcome(session, ("mnist",))
+    table = trained_table(session, "mnist", "local").select("neg_elbo", "nll", "accuracy", "parameters_k")
+    shared = trained_table(session, "mnist").select("neg_elbo", "nll", "accuracy", "parameters_k")
+    joined = Table("mnist", TITLES["mnist"], table.columns)
+    for label in LABELS:
+        joined.take(f"{label}, local", table.rows[label])
+        joined.take(f"{label}, shared", shared.rows[label])
+    outcome.tables.append(joined)
+    return outcome
+
+
+def compression(session: Session) -> Outcome:
+    """``sb.compress`` beside the paper's clipped SVD."""
+    outcome = Outcome(session, ("mnist", "cifar100"))
+    for setting in ("mnist", "cifar100"):
+        table = posthoc(session, setting, extra=True).select("neg_elbo", "nll", "accuracy", "parameters")
+        outcome.tables.append(table)
+        for rank in RANKS:
+            ours, theirs = (table.mean(f"{rank}-tied{end}", "neg_elbo") for end in (", sb.compress", ""))
+            words = f"{table.title}: −ELBO of sb.compress at rank {rank} is not above the clipped SVD's"
+            outcome.checks.append(check(words, ours <= theirs, ours - theirs, "≤ 0"))
+    return outcome
+
+
+def counts(session: Session) -> Outcome:
+    """Table 1: variational parameters of a 784×400 matrix, counted where slimbayes has the family."""
+    from slimbayes.convert import bayesianize
+    from slimbayes.methods import KTied, MeanField, Method
+
+    m, n = 784, 400
+    outcome = Outcome(session, ())
+    table = Table("counts", f"Variational parameters of a {m}×{n} matrix", ("parameters",))
+    families: dict[str, Method] = {"diagonal Normal": MeanField(biases=False)}
+    families |= {f"{k}-tied Normal": KTied(rank=k, biases=False) for k in RANKS}
+    wanted = {"diagonal Normal": 2 * m * n} | {f"{k}-tied Normal": m * n + k * (m + n) for k in RANKS}
+    for label, method in families.items():
+        layer = bayesianize(nn.Linear(m, n, bias=False), method)
+        number = sum(p.numel() for p in layer.parameters())
+        table.add(label, {"parameters": float(number)}, {})
+        outcome.checks.append(
+            check(f"{label}: as the formula says", number == wanted[label], number, str(wanted[label]))
+        )
+    outcome.tables.append(table)
+    outcome.deviations.append("Families that slimbayes does not have (full covariances) are not counted.")
+    return outcome
+
+
+def tuning_jobs(session: Session) -> list[Job]:
+    """The paper's grids, for seed 0; LeNet's at the ranks and coefficients that decide."""
+    rates = (1e-4, 3e-4, 1e-3, 3e-3)
+    jobs = [
+        Job("mnist", "annealed", label, 0, Choice(lr, prior, coefficient))
+        for label in LABELS for lr in rates for prior in (0.2, 0.3) for coefficient in (5e-5, 5e-6)
+    ]  # fmt: skip
+    jobs += [
+        Job("mnist", "converged", "Mean-field", 0, Choice(lr, p)) for lr in rates[1:] for p in (0.2, 0.3)
+    ]
+    jobs += [
+        Job("cifar100", "annealed", "2-tied", 0, Choice(lr, prior, coefficient))
+        for lr in rates[1:] for prior in (0.2, 0.3) for coefficient in (5e-5, 5e-6)
+    ]  # fmt: skip
+    return jobs + [Job("cifar100", "converged", "Mean-field", 0, Choice(lr, 0.2)) for lr in rates[1:]]
+
+
+def tuning(session: Session) -> Outcome:
+    """Validation figures over the paper's grids: the lowest NLL of a row (−ELBO without annealing) is chosen."""
+    outcome = Outcome(session, ("mnist", "cifar100"))
+    tables: dict[tuple[str, str], Table] = {}
+    for job in tuning_jobs(session):
+        assert job.choice is not None
+        prepared = prepare(session, job.setting)
+        figures, errors = session.figures(train(session, job), "trained", prepared, 16, split="validation")
+        key = (job.setting, job.purpose)
+        title = f"{TITLES[job.setting]}, {job.purpose}: validation data"
+        table = tables.setdefault(
+            key, Table(f"{job.setting}-{job.purpose}", title, ("neg_elbo", "nll", "accuracy"))
+        )
+        coefficient = "" if job.choice.coefficient is None else f", coefficient {job.choice.coefficient:g}"
+        label = f"{job.label}, lr {job.choice.lr:g}, prior {job.choice.prior:g}{coefficient}"
+        table.add(label, {name: figures[name] for name in ("neg_elbo", "nll", "accuracy")}, errors)
+    outcome.tables += tables.values()
+    return outcome

@@ -1,0 +1,188 @@
+"""``reproduce``: run an experiment at a scale, and write its result."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimbayes.experiments import ktied_figures, ktied_tables, ktied_times
+from slimbayes.experiments.catalogue import find
+from slimbayes.experiments.ktied_recipes import Job, deviations, recipe, seeds_of, size_of, train
+from slimbayes.experiments.outcome import Outcome
+from slimbayes.experiments.results import FORMAT, write_result
+from slimbayes.experiments.session import Session
+from slimbayes.provenance import provenance
+
+WORK = "slimbayes-reproduce"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How an experiment runs: the networks it needs, and what it makes of them."""
+
+    report: Callable[[Session], Outcome]
+    jobs: tuple[Callable[[Session], Sequence[Job]], ...] = ()
+    alone: bool = False  # its networks are trained one at a time, because their seconds are measured
+
+
+def _jobs(
+    function: Callable[..., Sequence[Job]], *settings: str
+) -> tuple[Callable[[Session], Sequence[Job]], ...]:
+    return tuple(functools.partial(_for, function, setting) for setting in settings)
+
+
+def _for(function: Callable[..., Sequence[Job]], setting: str, session: Session) -> Sequence[Job]:
+    return function(session, setting)
+
+
+def _local_jobs(session: Session) -> Sequence[Job]:
+    return [*ktied_tables.annealed(session, "mnist"), *ktied_tables.annealed(session, "mnist", "local")]
+
+
+_MLP_AND_CNN = _jobs(ktied_tables.converged, "mnist", "cifar100")
+_RESNET = _jobs(ktied_tables.converged, "resnet")
+_FIGURES = ("neg_elbo", "nll", "accuracy")
+RUNNERS: dict[str, Runner] = {
+    "ktied/table1": Runner(ktied_tables.counts),
+    "ktied/figure3": Runner(ktied_figures.figure3, _MLP_AND_CNN),
+    "ktied/figure4": Runner(ktied_figures.figure4, _MLP_AND_CNN),
+    "ktied/table2": Runner(ktied_tables.table2, _MLP_AND_CNN),
+    "ktied/figure5": Runner(ktied_tables.resnet_table("figure5", "resnet", _FIGURES), _RESNET),
+    "ktied/table3": Runner(ktied_tables.resnet_table("table3", "resnet", ("brier", "nll", "ece")), _RESNET),
+    "ktied/figure6": Runner(
+        ktied_figures.figure6,
+        (*_jobs(ktied_tables.annealed, "mnist", "cifar100"), *_jobs(ktied_figures.probed, "mnist")),
+    ),
+    "ktied/figure7": Runner(ktied_figures.figure7, _jobs(ktied_figures.probed, "mnist", "cifar100")),
+    "ktied/table4": Runner(ktied_times.table4, alone=True),
+    "ktied/table5": Runner(
+        ktied_tables.resnet_table("table5", "resnet", (*_FIGURES, "parameters", "parameters_percent")),
+        _RESNET,
+    ),
+    "ktied/figure9": Runner(
+        ktied_tables.resnet_table("figure9", "resnet-he", _FIGURES),
+        _jobs(ktied_tables.converged, "resnet-he"),
+    ),
+    "ktied/figure10": Runner(ktied_figures.figure10, (*_RESNET, *_jobs(ktied_tables.converged, "mnist"))),
+    "ktied/figure11": Runner(ktied_figures.figure11, _RESNET),
+    "ktied/figure12": Runner(ktied_figures.figure12, _RESNET),
+    "ktied/local": Runner(ktied_tables.local, (_local_jobs,)),
+    "ktied/time": Runner(ktied_times.time_to_elbo, (ktied_times.timed,), alone=True),
+    "ktied/compress": Runner(ktied_tables.compression, _MLP_AND_CNN),
+    "ktied/tuning": Runner(ktied_tables.tuning, (ktied_tables.tuning_jobs,)),
+}
+
+
+def reproduce(
+    name: str,
+    scale: str = "smoke",
+    results: str | Path = "results",
+    work: str | Path = WORK,
+    data_root: str | None = None,
+    seeds: int | None = None,
+    budget: float | None = None,
+    jobs: int = 1,
+    progress: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Run one experiment and write its result; returns the file.
+
+    Trained networks stay in ``work``, where other experiments, and the same one after an interruption, find them.
+    With a ``budget`` of seconds the call raises ``OutOfTime`` when they are spent; called again, it goes on.
+
+    Args:
+        name: an entry of the catalogue, as "ktied/table2".
+        scale: "smoke" (seconds, embedded data), "desk", "gpu" or "paper".
+        results: the folder of results.
+        work: the folder of trained networks.
+        data_root: where real data lie; None is the environment variable SLIMBAYES_DATA.
+        seeds: so many instead of the scale's own.
+        budget: seconds of this call.
+        jobs: processes that train networks at the same time.
+        progress: show a line of progress for each network.
+        say: called with a sentence now and then.
+    """
+    experiment = find(name)
+    if name not in RUNNERS:
+        raise ValueError(f"{name} ({experiment.item}) cannot be run yet; it needs {experiment.needs}")
+    runner = RUNNERS[name]
+    options = {"scale": scale, "work": str(work), "data_root": data_root, "seeds": seeds, "budget": budget}
+    session = Session(**options, progress=progress, say=say)  # type: ignore[arg-type]
+    wanted = list(dict.fromkeys(job for plan in runner.jobs for job in plan(session)))
+    if jobs > 1 and not runner.alone:
+        _train_together(wanted, options, jobs, say)
+    begun = time.monotonic()
+    for job in wanted:
+        train(session, job)
+    outcome = runner.report(session)
+    trained = sum(run["seconds"] for run in session.runs)
+    document = {
+        "format": FORMAT, "version": 1, "experiment": name, "scale": scale,
+        "settings": {setting: _setting(session, setting, wanted) for setting in outcome.settings},
+        "tables": [table.document() for table in outcome.tables], "curves": outcome.curves, "maps": outcome.maps,
+        "checks": outcome.checks,
+        "deviations": [*[text for s in outcome.settings for text in deviations(session, s)], *outcome.deviations],
+        "runs": session.runs,
+        "provenance": provenance(
+            seconds=time.monotonic() - begun, training_seconds=trained, data=session.used,
+            seeds=sorted({run["seed"] for run in session.runs}),
+        ),
+    }  # fmt: skip
+    return write_result(document, results)
+
+
+def _setting(session: Session, setting: str, jobs: Iterable[Job]) -> dict[str, Any]:
+    """What was run of a setting, as plain values."""
+    size = size_of(setting, session.scale)
+    mine = [job for job in jobs if job.setting == setting]
+    methods = {
+        f"{job.label}, {job.purpose}": recipe(
+            session, setting, job.purpose, job.label, job.choice, job.estimator
+        ).method
+        for job in mine
+    }
+    return {**dataclasses.asdict(size), "seeds": len(seeds_of(session, setting)), "methods": methods}
+
+
+def _train_together(
+    jobs: list[Job], options: dict[str, Any], number: int, say: Callable[[str], None]
+) -> None:
+    """Train networks in several processes; what fails raises here, and what is done stays in ``work``."""
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(min(number, len(jobs)) or 1, context, _prepare, (options,))
+    try:
+        waiting = {pool.submit(_work, job): job for job in jobs}
+        for number_done, done in enumerate(concurrent.futures.as_completed(waiting), 1):
+            seconds = done.result()
+            job = waiting[done]
+            say(
+                f"{number_done}/{len(jobs)} {job.setting} {job.purpose} {job.label} seed {job.seed}: {seconds:.1f} s"
+            )
+    except BaseException:
+        for process in list((getattr(pool, "_processes", None) or {}).values()):
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_session: Session | None = None  # of a process that works for another
+
+
+def _prepare(options: dict[str, Any]) -> None:
+    global _session
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    _session = Session(**options, progress=False)
+
+
+def _work(job: Job) -> float:
+    assert _session is not None
+    return train(_session, job).seconds

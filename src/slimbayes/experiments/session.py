@@ -1,0 +1,301 @@
+"""One call of ``slimbayes reproduce``: scale, folders, time, and networks trained once for all that need them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.checkpoint import load, save
+from slimbayes.convert import bayesianize
+from slimbayes.data import Dataset, Scaling, Split
+from slimbayes.data import load as load_data
+from slimbayes.evaluate import assess
+from slimbayes.experiments.results import SCALES
+from slimbayes.files import write_whole
+from slimbayes.objective import kl
+from slimbayes.specs import network_builder, parse_method
+from slimbayes.training import Training, fit, mixed_seed
+
+MODEL, FACTS, PROBES, MEASURED = "model.safetensors", "run.json", "probes.json", "measured.json"
+Figures = dict[str, float]
+
+
+class OutOfTime(RuntimeError):
+    """The time of this call is spent; the same command goes on where it stopped."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A data set as a paper prepares it: training examples without the validation ones, and inputs in its units."""
+
+    data: Dataset
+    validation: Split
+
+    @property
+    def num_train(self) -> int:
+        """The N that divides the KL."""
+        return len(self.data.train)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that determines a trained network but its seed."""
+
+    setting: str
+    purpose: str  # why it is trained: "converged", "annealed", ...
+    label: str  # the row it belongs to
+    network: str
+    data: str
+    method: str
+    training: Training
+    tied: str | None = None  # layers, by a regular expression, that ``method`` is for; None: all
+    rest: str | None = None  # the method of the other layers
+
+    def build(self, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
+        """A new converted network; the same for the same seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(mixed_seed(seed, 5))
+            network = network_builder(self.network)(shape, outputs)
+            method = parse_method(self.method)
+            if self.tied is None or self.rest is None:
+                return bayesianize(network, method)
+            return bayesianize(network, [(self.tied, method), (None, parse_method(self.rest))])
+
+    def facts(self, seed: int) -> dict[str, Any]:
+        """The same as plain values."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**own, "training": self.training.to_dict(), "seed": seed}
+
+
+@dataclass
+class Trained:
+    """A trained network, what was measured while it trained, and how long that took."""
+
+    model: nn.Module
+    recipe: Recipe
+    seed: int
+    probes: dict[str, Any]
+    steps: int
+    seconds: float
+    folder: Path
+    parameters: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        self.parameters = count_parameters(self.model)
+
+
+Probe = Callable[[nn.Module, Prepared, int], dict[str, Any]]
+
+
+class Session:
+    """Where an experiment runs: it trains each network once, keeps it in ``work``, and remembers what it did."""
+
+    def __init__(
+        self,
+        scale: str,
+        work: str | Path,
+        data_root: str | None = None,
+        seeds: int | None = None,
+        budget: float | None = None,
+        progress: bool = True,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if scale not in SCALES:
+            raise ValueError(f"scale={scale!r} is unknown; use one of {', '.join(SCALES)}")
+        self.scale, self.data_root, self.seeds = scale, data_root, seeds
+        self.work = Path(work)
+        self.progress, self.say = progress, say
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.begun = time.monotonic()
+        self.deadline = None if budget is None else self.begun + budget
+        self.runs: list[dict[str, Any]] = []
+        self.used: dict[str, dict[str, str]] = {}  # fingerprints and sources of data
+        self._data: dict[tuple[Any, ...], Prepared] = {}
+
+    def prepared(
+        self, name: str, scaling: Scaling | None = None, held_out: int = 0, pixel_mean: bool = False
+    ) -> Prepared:
+        """A data set whose last ``held_out`` training examples are for validation, in the units of ``scaling``."""
+        key = (name, scaling, held_out, pixel_mean)
+        if key not in self._data:
+            data = load_data(name, root=self.data_root)
+            self.used[name] = {"fingerprint": data.fingerprint(), "source": data.source}
+            data = replace(data, scaling=scaling or data.scaling, augment=())
+            if pixel_mean:
+                data = _without_mean(data)
+            kept = len(data.train) - held_out
+            validation = data.train[kept:] if held_out else data.test
+            self._data[key] = Prepared(replace(data, train=data.train[:kept]), validation)
+        return self._data[key]
+
+    def check_time(self) -> None:
+        """Raise when the time of this call is spent."""
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise OutOfTime("the time of this call is spent: the same command goes on where it stopped")
+
+    def trained(
+        self, recipe: Recipe, prepared: Prepared, seed: int, probe: Probe | None = None, every: int = 0,
+        resume: bool = True,
+    ) -> Trained:  # fmt: skip
+        """The network of a recipe and a seed: from ``work`` if it is there, trained (on) if not.
+
+        ``probe(model, prepared, step)`` is called every so many steps; what it returns is kept by step, with the
+        seconds of training until then. A run whose time is measured is not resumed.
+        """
+        facts = json.loads(json.dumps({**recipe.facts(seed), "every": every}))
+        facts["data"] = self.used[recipe.data]["fingerprint"]
+        folder = self._folder(recipe, seed, facts)
+        shape, outputs = prepared.data.shape, prepared.data.num_outputs
+        known = _read(folder / FACTS)
+        if known is None or known["facts"] != facts:
+            self.check_time()
+            known = self._train(recipe, prepared, seed, folder, facts, probe, every, resume)
+        plain = network_builder(recipe.network)(shape, outputs)
+        model = load(plain, folder / MODEL).to(self.device).eval()
+        run = {
+            "setting": recipe.setting, "purpose": recipe.purpose, "label": recipe.label, "seed": seed,
+            "method": recipe.method, "network": recipe.network, "data": recipe.data,
+            "training": _changed(recipe.training), "steps": known["steps"], "seconds": known["seconds"],
+        }  # fmt: skip
+        if run not in self.runs:
+            self.runs.append(run)
+        probes = _read(folder / PROBES) or {}
+        return Trained(model, recipe, seed, probes, known["steps"], known["seconds"], folder)
+
+    def _train(
+        self, recipe: Recipe, prepared: Prepared, seed: int, folder: Path, facts: dict[str, Any],
+        probe: Probe | None, every: int, resume: bool,
+    ) -> dict[str, Any]:  # fmt: skip
+        model = recipe.build(prepared.data.shape, prepared.data.num_outputs, seed)
+        found: dict[str, Any] = (_read(folder / PROBES) or {}) if resume else {}
+        aside = 0.0  # seconds that were not training
+
+        def callback(step: int, row: dict[str, float]) -> None:
+            nonlocal aside
+            if probe is not None and every and step % every == 0:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()
+                start = time.monotonic()
+                found[str(step)] = {**probe(model, prepared, step), "seconds": start - begun - aside}
+                model.train()
+                write_whole(folder / PROBES, json.dumps(found))
+                aside += time.monotonic() - start
+            self.check_time()
+
+        training = replace(recipe.training, seed=seed, log_every=every or recipe.training.log_every)
+        label = f"{recipe.setting} {recipe.purpose} {recipe.label} seed {seed}"
+        begun = time.monotonic()
+        result = fit(
+            model, prepared.data, training, folder=folder, resume=resume, progress=self.progress, label=label,
+            callback=callback,
+        )  # fmt: skip
+        save(model, folder / MODEL)
+        known = {"facts": facts, "steps": result.step, "seconds": result.seconds}
+        write_whole(folder / FACTS, json.dumps(known))
+        self.say(f"{label}: {result.step} steps in {result.seconds:.1f} s")
+        return known
+
+    def _folder(self, recipe: Recipe, seed: int, facts: dict[str, Any]) -> Path:
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", recipe.label).strip("-").lower()
+        return self.work / recipe.setting / recipe.purpose / f"{slug}-{seed}-{digest}"
+
+    def figures(
+        self, trained: Trained, variant: str, prepared: Prepared, samples: int,
+        make: Callable[[], nn.Module] | None = None, split: str = "test",
+    ) -> tuple[Figures, Figures]:  # fmt: skip
+        """``measure`` of a trained network, or of what ``make`` makes of it; kept beside the network."""
+        key = f"{variant}, {samples} samples, {split}"
+        path = trained.folder / MEASURED
+        known: dict[str, Any] = _read(path) or {}
+        if key not in known:
+            self.check_time()
+            known[key] = self.measure(trained.model if make is None else make(), prepared, samples, split)
+            write_whole(path, json.dumps(known))
+        figures, errors = known[key]
+        return figures, errors
+
+    def measure(
+        self, model: nn.Module, prepared: Prepared, samples: int, split: str = "test", seed: int = 0
+    ) -> tuple[Figures, Figures]:
+        """Figures on test (or validation) data with so many weight samples, and their errors over examples.
+
+        −ELBO = E_q[−log p(y|x, w)] + KL/N per example, with the test data's likelihood and the training data's N.
+        """
+        rows = prepared.data.test if split == "test" else prepared.validation
+        scaling, size = prepared.data.scaling, 1000 if self.device.type == "cpu" else 10_000
+        size = min(size, len(rows))
+        where = rows.to(self.device)
+        batches = (
+            (where.inputs[i : i + size], where.targets[i : i + size]) for i in range(0, len(rows), size)
+        )
+        found = assess(
+            model.eval(), batches, samples=samples, seed=seed, noise="shared", chunk=size, prepare=scaling
+        )  # fmt: skip
+        values = found.compute()
+        with torch.no_grad():
+            divergence = float(kl(model)) / prepared.num_train
+        examples = found.examples
+        correct = (examples["prediction"] == examples["target"]).double() * 100
+        figures = {
+            "neg_elbo": values["gibbs_nll"] + divergence, "nll": values["nll"],
+            "accuracy": 100 * values["accuracy"], "brier": values["brier"] - 1, "ece": values["ece"],
+            "gibbs_nll": values["gibbs_nll"], "kl_per_example": divergence,
+        }  # fmt: skip
+        errors = {
+            "neg_elbo": _error(examples["gibbs_nll"]), "nll": _error(examples["nll"]), "accuracy": _error(correct),
+            "brier": _error(examples["brier"]),
+        }  # fmt: skip
+        return figures, errors
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Parameters and, as the k-tied paper counts them, the running means and variances of norms.
+
+    >>> count_parameters(nn.BatchNorm2d(3))
+    12
+    """
+    running = sum(
+        b.numel() for name, b in model.named_buffers() if name.endswith(("running_mean", "running_var"))
+    )
+    return sum(p.numel() for p in model.parameters()) + running
+
+
+def _without_mean(data: Dataset) -> Dataset:
+    """Inputs in [0, 1] less the mean training image, as floats: what a per-channel scaling cannot say."""
+    unit = 1 / 255
+    mean = data.train.inputs.float().mean(0, keepdim=True) * unit
+    train, test = (Split(s.inputs.float() * unit - mean, s.targets) for s in (data.train, data.test))
+    channels = train.inputs.shape[1]
+    return replace(data, train=train, test=test, scaling=Scaling((0.0,) * channels, (1.0,) * channels))
+
+
+def _error(values: Tensor) -> float:
+    return float(values.double().std() / len(values) ** 0.5)
+
+
+def _changed(training: Training) -> dict[str, Any]:
+    """The settings that are not the defaults: what a reader wants to see."""
+    standard = Training().to_dict()
+    return {
+        name: value
+        for name, value in training.to_dict().items()
+        if value != standard[name] and name != "seed"
+    }
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,109 @@
+"""A step recorded as a CUDA graph is the same step: weights after some steps equal those of eager code."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import slimbayes as sb
+from slimbayes.training import Training
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+METHODS = {
+    "Rank1": sb.Rank1(components=2),
+    "Cauchy": sb.Rank1(components=2, posterior="cauchy"),
+    "BatchEnsemble": sb.BatchEnsemble(components=2),
+    "MeanField": sb.MeanField(),
+    "flipout": sb.MeanField(estimator="flipout"),
+    "local": sb.MeanField(estimator="local"),
+    "KTied": sb.KTied(rank=2),
+    "KTied local": sb.KTied(rank=2, estimator="local"),
+    "EMP": sb.EMP(components=3),
+    "ECMP": sb.ECMP(components=3),
+    "MCDropout": sb.MCDropout(rate=0.2),
+    "DropConnect": sb.DropConnect(rate=0.2),
+    "DeepEnsemble": sb.DeepEnsemble(members=2),
+    "Deterministic": sb.Deterministic(),
+}
+
+
+def network():
+    layers = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 160)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(160, 4))
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 1, 6, 6, generator=generator)
+    return x, (x.mean((1, 2, 3)) * 6).clamp(-2, 1).floor().long() + 2
+
+
+def trained(method, **settings):
+    torch.manual_seed(3)
+    model = sb.bayesianize(network(), method)
+    settings = {"epochs": 5, "batch_size": 24, "lr": 0.01, "optimizer": "sgd", "schedule": "cosine", **settings}
+    result = sb.fit(model, data(), Training(**settings), progress=False)
+    return model, result
+
+
+@cuda
+@pytest.mark.parametrize("name", METHODS)
+def test_recorded_steps_equal_eager_ones(name):
+    eager, first = trained(METHODS[name], capture=False)
+    recorded, second = trained(METHODS[name], capture=True)
+    assert first.step == second.step == 20
+    for one, other in zip(first.history, second.history, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-4)
+    for (key, value), other in zip(eager.state_dict().items(), recorded.state_dict().values(), strict=True):
+        torch.testing.assert_close(other, value, rtol=1e-3, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@cuda
+def test_a_recorded_run_resumes_to_the_same_weights(tmp_path):
+    whole, _ = trained(sb.KTied(rank=2), capture=True, optimizer="adam", clip_norm=1.0)
+    torch.manual_seed(3)
+    model = sb.bayesianize(network(), sb.KTied(rank=2))
+    settings = Training(
+        epochs=5, batch_size=24, lr=0.01, optimizer="adam", clip_norm=1.0, capture=True, checkpoint_every=7, log_every=1
+    )
+
+    def stop(step, row):
+        if step == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sb.fit(copy.deepcopy(model), data(), settings, folder=tmp_path, progress=False, callback=stop)
+    result = sb.fit(model, data(), settings, folder=tmp_path, resume=True, progress=False)
+    assert result.step == 20 and [row["step"] for row in result.history][-1] == 20
+    for value, other in zip(whole.state_dict().values(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-6)
+
+
+@cuda
+def test_a_scheduled_kl_weight_reaches_the_recorded_step():
+    settings = {"optimizer": "adam", "kl_coefficient": 0.1, "kl_every": 2, "log_every": 1}
+    _, eager = trained(sb.MeanField(), capture=False, **settings)
+    _, recorded = trained(sb.MeanField(), capture=True, **settings)
+    assert [row["loss"] for row in recorded.history] == pytest.approx([row["loss"] for row in eager.history], rel=2e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to record on")
+def test_without_a_gpu_capture_is_refused():
+    with pytest.raises(ValueError, match="records a step on one GPU"):
+        trained(sb.MeanField(), capture=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [(sb.EMP(components=2, learn_mixing=True), "learn_mixing"), (sb.Rank1(components_per_step=2), "components_per_step")],
+)
+def test_what_lives_between_steps_is_refused(method, words):
+    from slimbayes.training.recording import check_recordable
+
+    class Fabric:
+        device, world_size = torch.device("cuda"), 1
+
+    model = sb.bayesianize(network(), method)
+    with pytest.raises(ValueError, match=words):
+        check_recordable(model, Training(capture=True), Fabric())

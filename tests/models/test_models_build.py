@@ -11,9 +11,11 @@ from slimbayes.specs import network_builder
 
 SMALL = {
     "dense": {"hidden": (6,)},
+    "mlp": {"hidden": (6,)},
     "lenet": {"kernel_size": 3},
     "wrn": {"depth": 10, "width": 1},
     "pyramidnet": {"depth": 8, "alpha": 6},
+    "tfp_resnet": {"widths": (4, 6, 8, 10), "init": "he"},
     "regression": {"hidden": 4},
 }
 
@@ -46,6 +48,35 @@ def test_dense_by_hand():
     torch.testing.assert_close(network(x), expected)
 
 
+def test_mlp_is_the_network_of_the_ktied_paper():
+    """784-400-400-10 with ReLU, he_normal kernels, zero biases and no norms."""
+    network = build("mlp", (1, 28, 28), 10)
+    assert [tuple(p.shape) for p in network.parameters() if p.dim() > 1] == [
+        (400, 784),
+        (400, 400),
+        (10, 400),
+    ]
+    assert count(network) == 478_410
+    for layer, fan_in in ((network.hidden[0], 784), (network.hidden[1], 400), (network.output, 400)):
+        assert layer.weight.std().item() == pytest.approx((2 / fan_in) ** 0.5, rel=0.1)
+        assert not layer.bias.any()
+    x = torch.randn(3, 1, 28, 28)
+    z = x.flatten(1)
+    for layer in network.hidden:
+        z = (z @ layer.weight.T).clamp(min=0)
+    torch.testing.assert_close(network(x), z @ network.output.weight.T)
+    assert count(build("mlp", (5,), 2, hidden=[])) == 12
+
+
+def test_tfp_resnet_of_other_widths():
+    network = build("tfp_resnet", (3, 32, 32), 7, widths=(4, 6, 8, 10))
+    blocks = (network.block1, network.block2, network.block3, network.block4)
+    assert [tuple(block.conv1.weight.shape[:2]) for block in blocks] == [(4, 4), (6, 4), (8, 6), (10, 8)]
+    assert network.stem.out_channels == 4 and network.output.in_features == 10
+    assert network.block4.conv2.bias.abs().max() > 0  # N(0, 0.1), where "he" has zeros
+    assert not build("tfp_resnet", (3, 32, 32), 7, widths=(4, 6, 8, 10), init="he").block4.conv2.bias.any()
+
+
 def test_dense_reset_draws_every_layer_anew():
     network = DenseNet((3,), 2, hidden=(4,))
     with torch.no_grad():
@@ -68,7 +99,7 @@ def test_large_networks_on_meta():
     with torch.device("meta"):
         assert count(build("resnet50", (3, 224, 224), 1000)) == 25_557_032
         assert count(build("resnet18", (3, 224, 224), 1000)) == 11_689_512
-        assert build("tfp_resnet", (3, 32, 32), 10) is not None
+        assert count(build("tfp_resnet", (3, 32, 32), 10)) == 4_901_568 + 2_954 + 7_936 // 2
 
 
 @pytest.mark.parametrize(
@@ -92,13 +123,16 @@ def test_the_network_for_a_shape(shape, expected):
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("alexnet", (3, 32, 32), 10), {}, "unknown network 'alexnet'; use one of dense, lenet"),
+        (("alexnet", (3, 32, 32), 10), {}, "unknown network 'alexnet'; use one of dense, mlp, lenet"),
         (("wrn", (30,), 2), {}, r"'wrn' takes images, these inputs have shape \[30\]: use 'dense'"),
         (("dense", (30,), 2), {"depth": 3}, "'dense' cannot be built with .*depth"),
         (("dense", (30,), 2), {"hidden": 3}, "'dense' cannot be built with"),
         (("dense", (30,), 2), {"activation": "step"}, "activation='step' is unknown; use one of relu"),
         (("resnet18", (1, 32, 32), 2), {}, "resnet18 takes images of 3 channels, these have 1"),
         (("wrn", (3, 32, 32), 2), {"depth": 11}, "depth"),
+        (("mlp", (3,), 2), {"hidden": 3}, "'mlp' cannot be built with"),
+        (("tfp_resnet", (3, 32, 32), 2), {"widths": (4, 8)}, r"widths=\(4, 8\) needs the channels of four"),
+        (("tfp_resnet", (3, 32, 32), 2), {"init": "zeros"}, "init='zeros' is unknown"),
     ],
 )
 def test_errors(arguments, options, message):
@@ -124,4 +158,4 @@ def test_auto_gives_a_network_that_runs(shape):
 
 
 def test_the_table_of_networks_is_whole():
-    assert set(SMALL) | {"resnet18", "resnet50", "tfp_resnet"} == set(NETWORKS)
+    assert set(SMALL) | {"resnet18", "resnet50"} == set(NETWORKS)

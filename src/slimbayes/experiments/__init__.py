@@ -1,5 +1,6 @@
 """The papers' tables and figures as data: what to run, what was printed, and what came out."""
 
+from slimbayes.experiments.catalogue import ENTRIES, find
 from slimbayes.experiments.entry import COLUMNS, PAPERS, Column, Experiment, Paper, Printed, Setting
 from slimbayes.experiments.results import (
     FORMAT,
@@ -12,6 +13,7 @@ from slimbayes.experiments.results import (
 
 __all__ = [
     "COLUMNS",
+    "ENTRIES",
     "FORMAT",
     "PAPERS",
     "SCALES",
@@ -21,6 +23,7 @@ __all__ = [
     "Printed",
     "ResultError",
     "Setting",
+    "find",
     "read_result",
     "result_path",
     "write_result",

@@ -79,11 +79,18 @@ COLUMNS = {
     "lpd": Column("LPD", "higher", 2),
     "parameters": Column("Parameters", "lower", 0),
     "parameters_k": Column("Parameters, thousands", "lower", 0),
+    "parameters_m": Column("Parameters, millions", "lower", 2),
     "parameters_percent": Column("Parameters, % of mean-field", "lower", 1),
     "overhead_percent": Column("Overhead %", "lower", 4),
     "step_ms": Column("Step, ms", "lower", 2),
     "step_ratio": Column("Step, ratio to point estimate", "lower", 2),
+    "seconds": Column("Time, s", "lower", 1),
+    "hours": Column("Time, h", "lower", 1),
     "snr": Column("Gradient SNR", "higher", 2),
+    "stddev": Column("Mean standard deviation", "", 4),
+    "explained_1": Column("Variance explained by the first singular value", "", 4),
+    "explained_2": Column("Variance explained by the first two singular values", "", 4),
+    "disagreement": Column("Disagreement / (1 − accuracy)", "higher", 3),
 }
 
 
@@ -93,7 +100,8 @@ class Setting:
 
     ``network`` is a text as ``slimbayes train --network`` takes it, ``methods`` maps row labels to method texts
     (``slimbayes.specs.parse_method``). ``training`` holds the paper's hyper-parameters under the names of
-    ``slimbayes.Training`` where it has them; a tuple is a grid from which the paper chose on validation data.
+    ``slimbayes.Training`` where it has them; a tuple is a grid from which the paper chose on validation data, a list
+    is one value. The paper's errata are applied here, while printed numbers stay as they were printed.
     """
 
     name: str

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .lenet import LeNet
-from .mlp import RegressionNet
+from .mlp import MLP, RegressionNet
 from .pyramidnet import PyramidNet
 from .resnet import ResNet
 from .tfp_resnet import TFPResNet
@@ -65,6 +65,10 @@ class DenseNet(nn.Module):
         return outputs
 
 
+def _mlp(shape: Shape, outputs: int, hidden: Sequence[int] = (400, 400)) -> nn.Module:
+    return MLP((math.prod(shape), *hidden, outputs))
+
+
 def _lenet(shape: Shape, outputs: int, kernel_size: int = 5) -> nn.Module:
     return LeNet(outputs, channels=shape[0], image_size=shape[-1], kernel_size=kernel_size)
 
@@ -88,8 +92,10 @@ def _pyramidnet(shape: Shape, outputs: int, depth: int = 110, alpha: float = 270
     return PyramidNet(depth, alpha, outputs, channels=shape[0])
 
 
-def _tfp_resnet(shape: Shape, outputs: int) -> nn.Module:
-    return TFPResNet(outputs, channels=shape[0])
+def _tfp_resnet(
+    shape: Shape, outputs: int, widths: Sequence[int] = (64, 128, 256, 512), init: str = "normal"
+) -> nn.Module:
+    return TFPResNet(outputs, channels=shape[0], init=init, widths=widths)  # type: ignore[arg-type]
 
 
 def _regression(shape: Shape, outputs: int, hidden: int = 50, normalization: str = "batch") -> nn.Module:
@@ -98,6 +104,7 @@ def _regression(shape: Shape, outputs: int, hidden: int = 50, normalization: str
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "dense": DenseNet,
+    "mlp": _mlp,
     "lenet": _lenet,
     "wrn": _wrn,
     "resnet18": _resnet(18),

@@ -1,5 +1,6 @@
 """The small residual network of TensorFlow Probability's examples, the k-tied paper's "ResNet-18"."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ class TFPResNet(nn.Module):
     has a bias. 4,901,568 weights, 2,954 biases and 7,936 BN numbers, of which half are moving
     statistics; BN has the defaults of Keras, epsilon 1e-3 and momentum 0.99 (0.01 in torch).
     ``init="normal"`` draws weights and biases from N(0, 0.1), standard deviation 0.1, as the
-    example does for its posterior means; ``init="he"`` is he_normal with zero biases.
+    example does for its posterior means; ``init="he"`` is he_normal with zero biases. Other ``widths``
+    make the same network slimmer: the stem has as many channels as the first block.
 
     >>> import torch
     >>> network = TFPResNet(classes=10)
@@ -51,18 +53,29 @@ class TFPResNet(nn.Module):
     torch.Size([2, 10])
     """
 
-    def __init__(self, classes: int = 10, channels: int = 3, init: Init = "normal") -> None:
+    def __init__(
+        self,
+        classes: int = 10,
+        channels: int = 3,
+        init: Init = "normal",
+        widths: Sequence[int] = (64, 128, 256, 512),
+    ) -> None:
         super().__init__()
         if init not in ("normal", "he"):
             raise ValueError(f"init={init!r} is unknown; use 'normal' or 'he'")
+        if len(widths) != 4 or min(widths) < 1:
+            raise ValueError(
+                f"widths={tuple(widths)} needs the channels of four blocks, as in (64, 128, 256, 512)"
+            )
+        first, second, third, fourth = widths
         self.init = init
-        self.stem = nn.Conv2d(channels, 64, 3, padding=1)
-        self.block1 = TFPBlock(64, 64)
-        self.block2 = TFPBlock(64, 128, stride=2)
-        self.block3 = TFPBlock(128, 256, stride=2)
-        self.block4 = TFPBlock(256, 512, stride=2)
-        self.norm = _batch_norm(512)
-        self.output = nn.Linear(512, classes)
+        self.stem = nn.Conv2d(channels, first, 3, padding=1)
+        self.block1 = TFPBlock(first, first)
+        self.block2 = TFPBlock(first, second, stride=2)
+        self.block3 = TFPBlock(second, third, stride=2)
+        self.block4 = TFPBlock(third, fourth, stride=2)
+        self.norm = _batch_norm(fourth)
+        self.output = nn.Linear(fourth, classes)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -77,7 +90,7 @@ class TFPResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map images [B, channels, H, W] to logits [B, classes]."""
         x = self.block4(self.block3(self.block2(self.block1(self.stem(x)))))
-        x = F.relu(self.norm(x)).mean(dim=(2, 3))  # [B, 512]
+        x = F.relu(self.norm(x)).mean(dim=(2, 3))  # [B, widths[-1]]
         logits: Tensor = self.output(x)
         return logits
 

@@ -1,0 +1,192 @@
+"""How the rank-1 paper trained and tested (Dusenberry et al., 2020).
+
+The values are those of its tables, and of the reference code where the two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from slimbayes.experiments.entry import Setting
+
+_SGD = {"optimizer": "sgd", "momentum": 0.9, "schedule": "steps", "augment": True}
+_CIFAR = {**_SGD, "decay": 0.2, "warmup": 1.0, "noise": "example", "reduction": "average", "samples": 1}
+# B = 128 distinct images, each seen by four components: 512 rows, as in the baselines of 512 images
+_LONG = {**_CIFAR, "lr": 0.1, "batch_size": 128, "epochs": 250, "milestones": [0.4, 0.8, 0.9]}
+_SHORT = {**_CIFAR, "lr": 0.4, "batch_size": 512, "epochs": 200, "milestones": [0.3, 0.6, 0.8]}
+_IMAGENET = {**_SGD, "decay": 0.1, "milestones": [1 / 3, 2 / 3, 8 / 9], "l2": 1e-4, "samples": 1}
+_IMAGENET_LONG = {
+    **_IMAGENET,
+    "lr": 0.4,
+    "batch_size": 1024,
+    "epochs": 135,
+    "warmup": 7.0,
+    "noise": "example",
+    "reduction": "average",
+}
+
+GAUSSIAN, CAUCHY = "Rank-1 Gaussian", "Rank-1 Cauchy"
+_L2 = {10: 1e-4, 100: 3e-4}
+_SIGNS = {10: -0.5, 100: -1.0}
+_CAUCHY_SCALE = {10: 0.1, 100: 0.01}
+_WORDS = {
+    10: "Padded by 2 pixels to 36 × 36, cropped to 32, flipped; all 50,000 images train. CIFAR-10-C has 15 types of "
+    "corruption, 5 severities each.",
+    100: "Padded by 2 pixels to 36 × 36, cropped to 32, flipped; all 50,000 images train. CIFAR-100-C is made by the "
+    "authors, with 17 types (no motion, no snow; saturate, spatter, speckle, gaussian_blur beside), 5 severities each.",
+}
+_CROPS = (
+    "Crops of 8 to 100 % of the area at ratios 3/4 to 4/3, flipped, bicubic; tests on the centre crop of 224 from 256. "
+    "ImageNet-C has 15 types, 5 severities each. Norms are not decayed."
+)
+
+
+def gaussian(classes: int = 10, options: str = "", components: int = 4, rate: float = 1e-3) -> str:
+    """The method of Tables 2, 3 and 5: mixtures of Normals, prior N(1, 0.1²).
+
+    >>> gaussian()
+    'Rank1(components=4, prior=Normal(1, 0.1), random_sign_init=-0.5, dropout_rate=0.001)'
+    """
+    return (
+        f"Rank1(components={components}, prior=Normal(1, 0.1), random_sign_init={_SIGNS[classes]}, "
+        f"dropout_rate={rate}{options})"
+    )
+
+
+def cauchy(classes: int = 10) -> str:
+    """The same with mixtures of Cauchys, prior scale 0.1 on CIFAR-10 and 0.01 on CIFAR-100."""
+    return (
+        f"Rank1(components=4, posterior='cauchy', prior=Cauchy(1, {_CAUCHY_SCALE[classes]}), "
+        f"random_sign_init={_SIGNS[classes]}, dropout_rate=1e-6)"
+    )
+
+
+def rank1_cifar(
+    methods: Mapping[str, str], classes: int = 10, name: str = "", samples: int = 1, **training: Any
+) -> Setting:
+    """WRN-28-10 on CIFAR as rank-1 networks are trained, with other methods or other training values."""
+    values = {
+        **_LONG,
+        "l2": _L2[classes],
+        "kl_annealing": 0.8,
+        "factor_lr_multiplier": 1.0,
+        **training,
+    }
+    data = f"cifar{classes}"
+    return Setting(
+        name or data, "wrn(depth=28, width=10)", data, methods, values, samples, f"{_WORDS[classes]} "
+        "Norms are shared by the components."
+    )  # fmt: skip
+
+
+def gaussian_cifar(classes: int = 10, **options: Any) -> Setting:
+    """The rank-1 Gaussian of Tables 2 and 3: one sample per component in evaluation."""
+    return rank1_cifar({GAUSSIAN: gaussian(classes)}, classes, **options)
+
+
+def cauchy_cifar(classes: int = 10) -> Setting:
+    """The rank-1 Cauchy of Tables 2 and 3: four samples per component in evaluation."""
+    return rank1_cifar({CAUCHY: cauchy(classes)}, classes, f"cifar{classes}-cauchy", samples=4)
+
+
+def batch_ensemble_cifar(classes: int = 10) -> Setting:
+    """BatchEnsemble as of the paper: the learning rate of its factors is that of the rest."""
+    methods = {"BatchEnsemble": "BatchEnsemble(components=4, random_sign_init=-0.5)"}
+    setting = rank1_cifar(methods, classes, f"cifar{classes}-batchensemble", l2=3e-4)
+    return replace(setting, training={k: v for k, v in setting.training.items() if k != "kl_annealing"})
+
+
+def _baseline(
+    classes: int, part: str, methods: Mapping[str, str], width: int = 10, words: str = "", **training: Any
+) -> Setting:
+    data = f"cifar{classes}"
+    inputs = f"{_WORDS[classes]} {words}".strip()
+    network = f"wrn(depth=28, width={width})"
+    return Setting(f"{data}-{part}", network, data, methods, {**_SHORT, "l2": 2e-4, **training}, 1, inputs)
+
+
+def baselines_cifar(classes: int = 10) -> tuple[Setting, ...]:
+    """The other baselines of Tables 2 and 3, at 512 images per step."""
+    flipout = (
+        "MeanField(prior=Normal(0, 0.1), stddev_init=1e-3, estimator='flipout', biases=False, tied_mean=True)"
+    )
+    return (
+        _baseline(classes, "deterministic", {"Deterministic": "Deterministic"}),
+        _baseline(
+            classes, "dropout", {"MC dropout": "MCDropout(rate=0.1)"}, lr=0.2, l2=3e-4,
+            words="Dropout is between the two convolutions of a block: on the inputs of its second norm.",
+        ),
+        _baseline(
+            classes, "vi", {"MFVI BNN": flipout}, epochs=250, kl_annealing=0.8, l2=4e-4,
+            words="l2 is on norms and biases alone; one sample on clean images, five on corrupted ones; 95 % train.",
+        ),
+        ensemble_cifar(classes, 5),
+        ensemble_cifar(classes, 10),
+    )  # fmt: skip
+
+
+def ensemble_cifar(classes: int = 10, width: int = 5) -> Setting:
+    """Four networks of different seeds, their probabilities averaged."""
+    label = f"Ensemble 4×WRN-28-{width}"
+    return _baseline(classes, f"ensemble-28-{width}", {label: "DeepEnsemble(members=4)"}, width)
+
+
+def cifar(classes: int) -> tuple[Setting, ...]:
+    """Everything in Table 2 (CIFAR-10) or 3 (CIFAR-100)."""
+    deterministic, *others = baselines_cifar(classes)
+    middle = (batch_ensemble_cifar(classes), *others[:2], gaussian_cifar(classes), cauchy_cifar(classes))
+    return (deterministic, *middle, *others[2:])
+
+
+def _imagenet(
+    part: str, methods: Mapping[str, str], training: Mapping[str, Any], samples: int = 1
+) -> Setting:
+    name = f"imagenet-{part}" if part else "imagenet"
+    return Setting(name, "resnet50", "imagenet", methods, training, samples, _CROPS)
+
+
+def imagenet() -> tuple[Setting, ...]:
+    """What Table 1 trains; its MCMC rows are quoted from other papers."""
+    annealed = {**_IMAGENET_LONG, "kl_annealing": 2 / 3, "factor_lr_multiplier": 1.0}
+    short = {**_IMAGENET, "lr": 1.6, "batch_size": 4096, "epochs": 90, "warmup": 5.0}
+    start = "components=4, random_sign_init"
+    normal = f"Rank1({start}=-0.75, prior=Normal(1, 0.05), dropout_rate=1e-3)"
+    heavy = f"Rank1({start}=-0.5, posterior='cauchy', prior=Cauchy(1, 0.005), dropout_rate=1e-6)"
+    ensemble = {**_IMAGENET_LONG, "factor_lr_multiplier": 0.25}
+    return (
+        _imagenet("deterministic", {"Deterministic": "Deterministic"}, short),
+        _imagenet("batchensemble", {"BatchEnsemble": f"BatchEnsemble({start}=-0.5)"}, ensemble),
+        _imagenet("", {GAUSSIAN: normal}, annealed),
+        _imagenet("cauchy", {CAUCHY: heavy}, annealed, samples=4),
+        _imagenet("ensemble", {"Ensemble 4×ResNet-50": "DeepEnsemble(members=4)"}, short),
+    )
+
+
+def mimic() -> tuple[Setting, ...]:
+    """The two rank-1 networks of Tables 4 and 7."""
+    common = {
+        "optimizer": "adam", "schedule": "constant", "l2": 1e-4, "samples": 1, "time bags, s": 86400,
+        "hidden layer": 512,
+    }  # fmt: skip
+    normal = {
+        **common, "lr": 3.0352e-4, "batch_size": 128, "steps": 25_000, "clip_norm": 7.29199,
+        "factor_lr_multiplier": 1.0, "kl_annealing_steps": 20_000, "embedding multiplier": 0.85827,
+        "aggregate older than, s": -1,
+    }  # fmt: skip
+    heavy = {
+        **common, "lr": 1e-3, "batch_size": 32, "steps": 12_000, "clip_norm": 1.83987,
+        "factor_lr_multiplier": 0.575, "kl_annealing_steps": 694_216, "embedding multiplier": 0.984215,
+        "aggregate older than, s": 60 * 60 * 24 * 90,
+    }  # fmt: skip
+    start = "components=4, random_sign_init=0.5"
+    methods = (
+        {GAUSSIAN: f"Rank1({start}, prior=Normal(1, 0.1), dropout_rate=1e-3)"},
+        {CAUCHY: f"Rank1({start}, posterior='cauchy', prior=Cauchy(0.5, 1e-4), dropout_rate=5e-7)"},
+    )
+    words = "Needs recurrent layers. Embeddings have Normal posteriors; LSTM and dense layers have rank-1 factors."
+    return (
+        Setting("mimic", "lstm(embedding=32, hidden=512)", "mimic-iii", methods[0], normal, 25, words),
+        Setting("mimic-cauchy", "lstm(embedding=16, hidden=512)", "mimic-iii", methods[1], heavy, 25, words),
+    )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import slimbayes as sb
 from slimbayes.bench.page import page_text
+from slimbayes.experiments import catalogue
+from slimbayes.experiments.pages import stale_pages, write_pages
 from slimbayes.layers import TABLE, UNSUPPORTED, WEIGHTED
 from slimbayes.layers.base import Converted
 from slimbayes.layers.linear import TransposedLinear
@@ -106,6 +108,21 @@ def speed() -> str:
 PAGES = {"support.md": support, "speed.md": speed}
 
 
+def results(check: bool) -> int:
+    """The pages in docs/results, from the JSON files in results; how many are not as they should be."""
+    source, out = DOCS.parent / "results", DOCS / "results"
+    if not check:
+        for path in write_pages(source, out, catalogue.ENTRIES):
+            done = "wrote" if path.exists() else "removed"
+            print(f"{done} docs/results/{path.relative_to(out).as_posix()}")
+        return 0
+    found = stale_pages(source, out, catalogue.ENTRIES)
+    for name, what in found.items():
+        remedy = "remove it" if what == "foreign" else "run python docs/generate.py"
+        print(f"docs/results/{name} is {what}: {remedy}", file=sys.stderr)
+    return len(found)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write the pages, or with ``--check`` return 1 if one of them is stale."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -122,6 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             path.write_text(page, encoding="utf-8")
             print(f"wrote docs/{name}")
+    stale += results(check)
     return 1 if check and stale else 0
 
 

@@ -37,9 +37,10 @@ from slimbayes.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
 from slimbayes.summary import Summary, summary
 
 if TYPE_CHECKING:
-    from slimbayes import data, metrics, models
+    from slimbayes import analysis, data, metrics, models
     from slimbayes.checkpoint import CheckpointError, load, save
     from slimbayes.compiling import compile
+    from slimbayes.compressing import compress
     from slimbayes.training import FitResult, Training, TrainingError, fit
 
 __version__ = "0.1.0"
@@ -47,8 +48,10 @@ __version__ = "0.1.0"
 # Rooms that not everybody needs, imported when one of these is first asked for. None of their names may be that of
 # a room itself: importing the room would put the module in the place of what it holds.
 _LATE = {
+    "analysis": (),
     "checkpoint": ("CheckpointError", "load", "save"),
     "compiling": ("compile",),
+    "compressing": ("compress",),
     "data": (),
     "metrics": (),
     "models": (),
@@ -84,8 +87,10 @@ __all__ = [
     "Summary",
     "Training",
     "TrainingError",
+    "analysis",
     "bayesianize",
     "compile",
+    "compress",
     "data",
     "draw",
     "elbo",

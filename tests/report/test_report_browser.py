@@ -5,8 +5,11 @@ import os
 import shutil
 
 import pytest
+from experiments.helpers_results import ENTRIES, document, drawn
 from report.helpers_results import METHODS, classification, regression
 
+from slimbayes.experiments import write_result
+from slimbayes.experiments.pages import write_pages
 from slimbayes.report import write_report
 
 selenium = pytest.importorskip("selenium")
@@ -101,6 +104,26 @@ def test_no_horizontal_overflow_on_a_phone(browser, pages, name, scheme, tmp_pat
     inner = "const s = document.querySelector('#summary .scroll'); return s.scrollWidth > s.clientWidth"
     assert browser.execute_script(inner)  # the table scrolls within its own box
     screenshot(browser, tmp_path / f"{name}-{scheme}.png")
+
+
+def test_pages_of_experiments(browser, tmp_path):
+    write_result(drawn(), tmp_path / "results")
+    write_result(document(), tmp_path / "results")
+    write_pages(tmp_path / "results", tmp_path / "docs", ENTRIES)
+    style = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    browser.get_log("browser")
+    for scheme in ("light", "dark"):
+        view(browser, tmp_path / "docs" / "results.html", 390, scheme=scheme)
+        browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+        page = browser.execute_script(style, "body", "backgroundColor")
+        for selector in ("article h3", ".sign.yes", "article .pairs dt", "article .pairs a"):
+            assert contrast(browser.execute_script(style, selector, "color"), page) > 4.5, selector
+        assert (
+            contrast(browser.execute_script(style, ".sign.no", "color"), page) > 3
+        )  # a sign beside its words
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)") == []
 
 
 def column(browser, index):

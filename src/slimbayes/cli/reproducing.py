@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +20,7 @@ LATER = 75  # the exit code of a call whose time was spent: run it again
 def reproduce(
     experiment: Annotated[
         list[str] | None,
-        typer.Argument(metavar="EXPERIMENT...", help="Entries by name, as ktied/table2; see --list."),
+        typer.Argument(metavar="EXPERIMENT...", help="Entries by name or pattern: ktied/table2, 'ktied/*'."),
     ] = None,
     list_all: Annotated[
         bool, typer.Option("--list", help="Show every entry of the three papers and its state.")
@@ -45,6 +47,12 @@ def reproduce(
         typer.Option("--budget", metavar="SECONDS", help="Stop then, whole; the same command goes on."),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes that train at the same time.")] = 1,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            "--only", metavar="A,B,...", help="Only these settings of the entries, as mnist,cifar100."
+        ),
+    ] = None,
     data_root: o.DataRoot = None,
     quiet: o.Quiet = False,
     threads: o.Threads = None,
@@ -63,29 +71,48 @@ def reproduce(
         raise ConfigError(
             "which experiment? Name one, as ktied/table2; slimbayes reproduce --list shows them all"
         )
+    from slimbayes.experiments.running import RUNNERS, train_for
     from slimbayes.experiments.running import reproduce as run
     from slimbayes.experiments.session import OutOfTime
 
+    names = [name for word in experiment for name in _matching(word, list(RUNNERS))]
+
     o.set_threads(threads)
+    begun = time.monotonic()
     say = (lambda text: None) if quiet else o.note
     try:
-        for name in experiment:
-            path = run(
-                name,
-                scale,
-                results,
-                work,
-                data_root,
-                seeds,
-                budget,
+        if jobs > 1 and len(names) > 1:
+            train_for(
+                names,
                 jobs,
-                progress=not quiet and jobs == 1,
-                say=say,
+                say,
+                scale=scale,
+                work=str(work),
+                data_root=data_root,
+                seeds=seeds,
+                budget=budget,
+                only=o.words(only) or (),
+            )
+        for name in names:
+            left = None if budget is None else max(0.0, budget - (time.monotonic() - begun))
+            shown = not quiet and jobs == 1
+            path = run(
+                name, scale, results, work, data_root, seeds, left, jobs, shown, say, o.words(only) or ()
             )
             o.note(f"{name} at scale {scale}: {path}")
     except OutOfTime as error:
         o.note(str(error))
         raise typer.Exit(LATER) from None
+
+
+def _matching(word: str, names: list[str]) -> list[str]:
+    """Entries of a pattern such as ktied/*; a plain name is itself, known or not."""
+    if not any(sign in word for sign in "*?["):
+        return [word]
+    found = fnmatch.filter(names, word)
+    if not found:
+        raise ConfigError(f"no entry with code matches {word!r}; slimbayes reproduce --list shows them all")
+    return found
 
 
 COMMANDS = (

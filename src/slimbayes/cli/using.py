@@ -12,6 +12,7 @@ from slimbayes.cli import options as o
 from slimbayes.cli.errors import friendly, screen
 from slimbayes.config import ConfigError
 
+PAGES = "docs/results"  # of experiments, which live in a checkout
 Folder = Annotated[Path, typer.Argument(help="The folder of a trained model.", metavar="RUN")]
 
 
@@ -138,19 +139,68 @@ def predict(
 @friendly
 def report(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="results.json files of the same data set.")
+        list[Path],
+        typer.Argument(
+            metavar="RESULTS...",
+            help="results.json files of the same data set; or the folder (or files) that slimbayes reproduce wrote.",
+        ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Where the page goes; default: beside the first file."),
+        typer.Option(
+            "--out",
+            metavar="FOLDER",
+            help=f"Where pages go; default: beside the first file, for experiments {PAGES}.",
+        ),
     ] = None,
 ) -> None:
-    """Turn results into a table and one HTML page with figures."""
+    """Turn results into tables, figures and one HTML page: of a comparison, or of experiments."""
     from slimbayes.report import merge_results, print_summary, read_results, write_report
 
+    if _of_experiments(results):
+        return _experiments(results, out or Path(PAGES))
     found = read_results(results[0]) if len(results) == 1 else merge_results(list(results))
     print_summary(found, screen)
     o.note(f"Page: {write_report(found, out or results[0].parent)}")
+
+
+def _of_experiments(results: list[Path]) -> bool:
+    """Whether these are results of experiments, as their format says, and not of a comparison."""
+    from slimbayes.experiments.state import files, is_result
+
+    folders = [path for path in results if path.is_dir()]
+    if folders:
+        if len(results) > 1:
+            raise ConfigError(f"{folders[0]}: give one folder alone, or result files")
+        if not any(is_result(path) for path, _ in files(folders[0])):
+            raise ConfigError(
+                f"{folders[0]}: no result of slimbayes reproduce lies there; of a comparison, give its results.json"
+            )
+        return True
+    known = [is_result(path) for path in results]
+    if any(known) and not all(known):
+        other = results[known.index(False)]
+        raise ConfigError(
+            f"{other}: no result of slimbayes reproduce, unlike the others: report it by itself"
+        )
+    return all(known)
+
+
+def _experiments(results: list[Path], out: Path) -> None:
+    from slimbayes.experiments.catalogue import ENTRIES
+    from slimbayes.experiments.pages import write_pages
+    from slimbayes.experiments.sections import damages, shown, status
+    from slimbayes.experiments.state import survey
+
+    source = results[0] if results[0].is_dir() else results
+    found = survey(source, ENTRIES)
+    for state in found.states.values():
+        for first in shown(state)[:1]:
+            o.note(f"{state.entry.name}: {status(state)}; {first.holds} of {first.checks} checks hold")
+    for damage in damages(found):
+        o.note(f"Left out: {damage.shown}: {damage.why}")
+    changed = write_pages(source, out, ENTRIES)
+    o.note(f"Pages: {out / 'index.md'}, {out / 'results.html'} ({len(changed)} files changed)")
 
 
 @friendly
@@ -182,6 +232,8 @@ COMMANDS = (
         o.examples(
             "slimbayes report slimbayes-compare/results.json",
             "slimbayes report a.json b.json --out both",
+            "slimbayes report results",
+            "slimbayes report results --out pages",
         ),
     ),
     (

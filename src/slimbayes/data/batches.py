@@ -102,7 +102,7 @@ class Batches:
         count, device = len(self.split), self.split.inputs.device
         if not self.shuffle:
             return torch.arange(count, device=device)
-        return permutation(count, self.seed, "batches.order", number).to(device)
+        return permutation(count, self.seed, "batches.order", number, device)
 
     def rows(self, index: int) -> tuple[int, int]:
         """First position of this rank's part of batch ``index``, and the one after its last."""

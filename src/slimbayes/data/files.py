@@ -94,16 +94,19 @@ def npz_keys(path: Path) -> list[str]:
         raise DataError(f"{path}: not a readable .npz of plain arrays ({error})") from error
 
 
-def permutation(count: int, seed: int, name: str, stream: int = 0) -> Tensor:
-    """A random order of ``count`` things, a function of (seed, name, stream) on every machine.
+def permutation(
+    count: int, seed: int, name: str, stream: int = 0, device: torch.device | str | None = None
+) -> Tensor:
+    """A random order of ``count`` things, a function of (seed, name, stream) on every machine and device.
 
     Things are sorted by a 62-bit Philox word of their number.
 
     >>> permutation(5, seed=0, name="example").sort().values.tolist()
     [0, 1, 2, 3, 4]
     """
-    zero = torch.tensor(0)
-    words = philox((torch.arange(count), torch.tensor(stream), zero, zero), layer_key(seed, name))
+    numbers = torch.arange(count, device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    words = philox((numbers, zero + stream, zero, zero), layer_key(seed, name))
     return ((words[0] << 30) ^ words[1]).argsort(stable=True)
 
 

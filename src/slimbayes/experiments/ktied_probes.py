@@ -18,10 +18,12 @@ from slimbayes.training import mixed_seed
 BATCHES = 10
 
 
-def snr(model: nn.Module, prepared: Prepared, layer: str, batch_size: int, seed: int) -> float:
+def snr(model: nn.Module, prepared: Prepared, layer: str, batch_size: int, seed: int) -> tuple[float, float]:
     """E[g²]/Var[g] of a layer's log-scales over ten batches, each with a weight sample of its own.
 
-    The parameters are ρ of a mean-field layer and log U, log V of a tied one. The loss is nll + KL/N, unannealed.
+    The parameters are ρ of a mean-field layer and log U, log V of a tied one. The loss is nll + KL/N, unannealed. Those
+    of dead units get the KL's gradient alone, which is the same for every batch: their ratio is infinite. They are
+    left out of the mean, and their share is returned beside it.
     """
     spread: Any = dict(converted_layers(model))[layer].bayes.weight
     tied = isinstance(spread, KTiedPosterior)
@@ -38,7 +40,9 @@ def snr(model: nn.Module, prepared: Prepared, layer: str, batch_size: int, seed:
             loss = elbo(draw(model, x), y, model, prepared.num_train).loss
             gradients = torch.autograd.grad(loss, parameters)
             found.append(torch.cat([g.flatten() for g in gradients]))
-    return gradient_snr(found)
+    gradients_of = torch.stack(found)  # [batches, parameters]
+    random = (gradients_of != gradients_of[0]).any(0)
+    return gradient_snr(gradients_of[:, random]), float((~random).double().mean())
 
 
 def convergence(session: Session, layer: str, batch_size: int, snr_steps: tuple[int, ...]) -> Probe:
@@ -47,7 +51,8 @@ def convergence(session: Session, layer: str, batch_size: int, snr_steps: tuple[
     def probe(model: nn.Module, prepared: Prepared, step: int) -> dict[str, Any]:
         found: dict[str, Any] = {"neg_elbo": session.measure(model, prepared, 8, "validation")[0]["neg_elbo"]}
         if step in snr_steps:
-            found["snr"] = snr(model, prepared, layer, min(batch_size, prepared.num_train), seed=step)
+            ratio, constant = snr(model, prepared, layer, min(batch_size, prepared.num_train), seed=step)
+            found |= {"snr": ratio, "constant": constant}
         return found
 
     return probe

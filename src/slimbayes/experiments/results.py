@@ -7,7 +7,8 @@ A document holds, beside its ``experiment``, ``scale`` and ``settings``:
 - ``tables``: ``{"name", "title", "columns": [keys], "rows": [{"label", "values": {key: [one number per seed]},
   "errors": {key: standard error over test examples, where there is one}}]}``. Names, labels and keys are those of
   the entry's printed tables where the paper has the same cell; further rows and columns are ours.
-- ``curves``: ``{"name", "title", "x", "y", "log_x", "log_y", "lines": [{"label", "x": [...], "y": [[per seed]]}]}``.
+- ``curves``: ``{"name", "title", "x", "y", "log_x", "log_y", "lines": [{"label", "x": [...], "y": [[...]]}]}``;
+  ``y`` has one list per seed, each as long as ``x``.
 - ``maps``: ``{"name", "title", "panels": [{"label", "shape": [m, n], "values": [[...]]}]}``, block means of matrices.
 - ``checks``: ``{"what", "holds", "value", "bound"}``: what was to hold, as text, and whether it does.
 - ``deviations``: sentences: where the run differs from the paper's.
@@ -18,6 +19,7 @@ A document holds, beside its ``experiment``, ``scale`` and ``settings``:
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from slimbayes.files import write_whole
 
 FORMAT = "slimbayes-experiment"
 SCALES = ("smoke", "desk", "gpu", "paper")
+_AGAIN = "run its experiment again"
 _LISTS = ("tables", "curves", "maps", "checks", "deviations", "runs")
 
 
@@ -73,6 +76,13 @@ def check_result(document: Any, origin: str) -> dict[str, Any]:
             raise ResultError(f"{origin}: {part!r} is missing; run its experiment again")
     for table in document["tables"]:
         _check_table(table, origin)
+    _check_unique((table["name"] for table in document["tables"]), "table", origin)
+    for part, check in (("curves", _check_curve), ("maps", _check_map), ("checks", _check_check)):
+        for item in document[part]:
+            try:
+                check(item)
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise ResultError(f"{origin}: one of {part!r} is damaged ({error!r}); {_AGAIN}") from error
     if not isinstance(document.get("provenance"), dict):
         raise ResultError(f"{origin}: its provenance is missing; run its experiment again")
     return document
@@ -81,6 +91,11 @@ def check_result(document: Any, origin: str) -> dict[str, Any]:
 def _check_table(table: Any, origin: str) -> None:
     try:
         columns = set(table["columns"])
+        _texts(table, "name")
+        for row in table["rows"]:
+            _texts(row, "label")
+            row.get("errors", {}).items()  # a mapping, where there is one
+        _check_unique((row["label"] for row in table["rows"]), "row", f"{origin}: {table['name']!r}")
         for row in table["rows"]:
             for key, values in row["values"].items():
                 if key not in columns:
@@ -89,6 +104,44 @@ def _check_table(table: Any, origin: str) -> None:
                     raise ResultError(f"{origin}: {table['name']!r}, {row['label']!r}, {key!r}: {values!r}")
     except (KeyError, TypeError, AttributeError) as error:
         raise ResultError(f"{origin}: a table is damaged ({error!r}); run its experiment again") from error
+
+
+def _check_unique(names: Iterable[str], what: str, origin: str) -> None:
+    """Pages find tables and rows by their names: of two with one name, the second would be hidden."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ResultError(f"{origin}: there are two {what}s {name!r}: give each a name of its own")
+        seen.add(name)
+
+
+def _check_curve(curve: Any) -> None:
+    _texts(curve, "name", "title", "x", "y")
+    for line in curve["lines"]:
+        _texts(line, "label")
+        if not line["y"] or any(len(values) != len(line["x"]) for values in line["y"]):
+            raise ValueError(f"line {line['label']!r}: not one y per x and seed")
+
+
+def _check_map(item: Any) -> None:
+    _texts(item, "name", "title")
+    for panel in item["panels"]:
+        _texts(panel, "label")
+        rows = {len(row) for row in panel["values"]}
+        if len(panel["shape"]) != 2 or len(rows) != 1 or 0 in rows:
+            raise ValueError(f"panel {panel['label']!r}: no matrix")
+
+
+def _check_check(item: Any) -> None:
+    _texts(item, "what")
+    if not isinstance(item["holds"], bool):
+        raise ValueError(f"holds is {item['holds']!r}: true or false")
+
+
+def _texts(item: Any, *keys: str) -> None:
+    for key in keys:
+        if not isinstance(item[key], str):
+            raise TypeError(f"{key!r} is {item[key]!r}, no text")
 
 
 def _rounded(value: Any) -> Any:

@@ -92,6 +92,7 @@ def reproduce(
     jobs: int = 1,
     progress: bool = True,
     say: Callable[[str], None] = lambda text: None,
+    only: Sequence[str] = (),
 ) -> Path:
     """Run one experiment and write its result; returns the file.
 
@@ -109,14 +110,22 @@ def reproduce(
         jobs: processes that train networks at the same time.
         progress: show a line of progress for each network.
         say: called with a sentence now and then.
+        only: settings of the entry that are run, as "mnist"; none: all.
     """
     experiment = find(name)
     if name not in RUNNERS:
         raise ValueError(f"{name} ({experiment.item}) cannot be run yet; it needs {experiment.needs}")
     runner = RUNNERS[name]
-    options = {"scale": scale, "work": str(work), "data_root": data_root, "seeds": seeds, "budget": budget}
+    options = {
+        "scale": scale,
+        "work": str(work),
+        "data_root": data_root,
+        "seeds": seeds,
+        "budget": budget,
+        "only": tuple(only),
+    }
     session = Session(**options, progress=progress, say=say)  # type: ignore[arg-type]
-    wanted = list(dict.fromkeys(job for plan in runner.jobs for job in plan(session)))
+    wanted = _wanted(runner, session)
     if jobs > 1 and not runner.alone:
         _train_together(wanted, options, jobs, say)
     begun = time.monotonic()
@@ -129,14 +138,36 @@ def reproduce(
         "settings": {setting: _setting(session, setting, wanted) for setting in outcome.settings},
         "tables": [table.document() for table in outcome.tables], "curves": outcome.curves, "maps": outcome.maps,
         "checks": outcome.checks,
-        "deviations": [*[text for s in outcome.settings for text in deviations(session, s)], *outcome.deviations],
+        "deviations": [*_left_out(session, runner, outcome), *[text for s in outcome.settings for text in deviations(session, s)], *outcome.deviations],
         "runs": session.runs,
         "provenance": provenance(
-            seconds=time.monotonic() - begun, training_seconds=trained, data=session.used,
+            seconds=time.monotonic() - begun, training_seconds=trained,
+            fingerprints={name: facts["fingerprint"] for name, facts in session.used.items()},
             seeds=sorted({run["seed"] for run in session.runs}),
         ),
     }  # fmt: skip
     return write_result(document, results)
+
+
+def _wanted(runner: Runner, session: Session) -> list[Job]:
+    found = dict.fromkeys(job for plan in runner.jobs for job in plan(session))
+    return [job for job in found if not session.only or job.setting in session.only]
+
+
+def _left_out(session: Session, runner: Runner, outcome: Outcome) -> list[str]:
+    """Settings of the entry that this call did not run."""
+    names = dict.fromkeys(job.setting for plan in runner.jobs for job in plan(session))
+    return [f"{name}: not run at this scale." for name in names if name not in outcome.settings]
+
+
+def train_for(names: Sequence[str], jobs: int, say: Callable[[str], None] = print, **options: Any) -> None:
+    """Train what several experiments need, in so many processes; ``options`` are those of ``Session``."""
+    runners = [RUNNERS[name] for name in names if name in RUNNERS and not RUNNERS[name].alone]
+    session = Session(**options, progress=False)
+    wanted = dict.fromkeys(job for runner in runners for job in _wanted(runner, session))
+    # The longest first, so that none of them is left alone at the end.
+    order = {"resnet": 0, "resnet-he": 0, "cifar100": 1, "mnist": 2}
+    _train_together(sorted(wanted, key=lambda job: order.get(job.setting, 3)), options, jobs, say)
 
 
 def _setting(session: Session, setting: str, jobs: Iterable[Job]) -> dict[str, Any]:
@@ -185,4 +216,4 @@ def _prepare(options: dict[str, Any]) -> None:
 
 def _work(job: Job) -> float:
     assert _session is not None
-    return train(_session, job).seconds
+    return ktied_tables.measure(_session, job)

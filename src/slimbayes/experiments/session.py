@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,12 @@ class Session:
         budget: float | None = None,
         progress: bool = True,
         say: Callable[[str], None] = lambda text: None,
+        only: Sequence[str] = (),
     ) -> None:
         if scale not in SCALES:
             raise ValueError(f"scale={scale!r} is unknown; use one of {', '.join(SCALES)}")
         self.scale, self.data_root, self.seeds = scale, data_root, seeds
-        self.work = Path(work)
+        self.work, self.only = Path(work), tuple(only)
         self.progress, self.say = progress, say
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.begun = time.monotonic()
@@ -120,6 +121,13 @@ class Session:
         self.runs: list[dict[str, Any]] = []
         self.used: dict[str, dict[str, str]] = {}  # fingerprints and sources of data
         self._data: dict[tuple[Any, ...], Prepared] = {}
+
+    def chosen(self, *settings: str) -> tuple[str, ...]:
+        """Those of the settings that this call is to run."""
+        found = tuple(setting for setting in settings if not self.only or setting in self.only)
+        if not found:
+            raise ValueError(f"only={', '.join(self.only)} leaves nothing of {', '.join(settings)}")
+        return found
 
     def prepared(
         self, name: str, scaling: Scaling | None = None, held_out: int = 0, pixel_mean: bool = False

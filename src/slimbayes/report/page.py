@@ -49,21 +49,32 @@ _SECTIONS = (
 
 def page_html(results: Results, figures: Sequence[tuple[Plot, str]]) -> str:
     """The report's page; ``figures`` are rendered plots with their composed SVG."""
+    by_name = {plot.name: figure_html(plot, svg) for plot, svg in figures}
+    return shell(
+        results.title,
+        "methods compared",
+        _facts(results),
+        _body(results, by_name),
+        f"Made by slimbayes{_when(results)}.",
+    )
+
+
+def shell(title: str, kind: str, facts: str, sections: Sequence[tuple[str, str, str]], made: str) -> str:
+    """A page around sections (id, heading, content); ``facts``, the sections and ``made`` are HTML already."""
     html, script = _template()
-    by_name = {plot.name: _figure(plot, svg) for plot, svg in figures}
-    sections = _body(results, by_name)
     slots = {
-        "title": text(results.title),
+        "title": text(title),
+        "kind": text(kind),
         "style": _resource("page.css"),
         "script": script,
         "script-hash": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "facts": _facts(results),
+        "facts": facts,
         "nav": "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections),
         "body": "\n".join(
             f'<section id="{key}" aria-labelledby="{key}-title"><h2 id="{key}-title">{title}</h2>\n{inner}</section>'
             for key, title, inner in sections
         ),
-        "footer": f"Made by slimbayes{_when(results)}. This page holds everything it shows; it fetches nothing.",
+        "footer": f"{made} This page holds everything it shows; it fetches nothing.",
     }
     # one pass: what is put in is never searched for slots again
     return re.sub(r"@@([a-z-]+)@@", lambda match: slots[match[1]], html)
@@ -238,7 +249,8 @@ def _link(name: str, kind: str, content: str, words: str, mark: str = "") -> str
     return f'<a download="{name}"{mark} href="data:{kind};charset=utf-8;base64,{data}">{words}</a>'
 
 
-def _figure(plot: Plot, svg: str) -> str:
+def figure_html(plot: Plot, svg: str = "", level: int = 3) -> str:
+    """A rendered plot with its words, its numbers and downloads: its composed ``svg``, if given, and a CSV."""
     legend = "".join(f"<li>{swatch(style)}<span>{text(name)}</span></li>" for name, style in plot.legend)
     panels = "".join(
         f'<div class="panel">{themed(tidy(panel.svg, f"{plot.name}{i}"), panel.alt)}</div>'
@@ -252,14 +264,18 @@ def _figure(plot: Plot, svg: str) -> str:
     heads = "".join(f'<th scope="col">{text(name)}</th>' for name in plot.header)
     kind = {1: " one", 2: " two"}.get(plot.across, "")
     single = ' class="single"' if plot.across == 1 else ""
-    return (
-        f'<figure id="figure-{plot.name}"{single} aria-labelledby="title-{plot.name}">'
-        f'<h3 id="title-{plot.name}">{text(plot.title)}</h3>\n'
-        + (f'<ul class="legend" aria-label="Methods">{legend}</ul>\n' if legend else "")
-        + f'<div class="panels{kind}">{panels}</div>\n<figcaption>{text(plot.caption)}</figcaption>\n'
-        f'<div class="tools"><span>Download</span>'
+    pictures = (
         f"{_link(f'{plot.name}.svg', 'image/svg+xml', svg, 'SVG', ' data-svg')}"
         f'<button type="button" data-png="{plot.name}" hidden>PNG</button>'
+        if svg
+        else ""
+    )
+    return (
+        f'<figure id="figure-{plot.name}"{single} aria-labelledby="title-{plot.name}">'
+        f'<h{level} id="title-{plot.name}">{text(plot.title)}</h{level}>\n'
+        + (f'<ul class="legend" aria-label="Methods">{legend}</ul>\n' if legend else "")
+        + f'<div class="panels{kind}">{panels}</div>\n<figcaption>{text(plot.caption)}</figcaption>\n'
+        f'<div class="tools"><span>Download</span>{pictures}'
         f"{_link(f'{plot.name}.csv', 'text/csv', to_csv(plot.header, plot.rows), 'CSV')}</div>\n"
         f'<details class="data"><summary>Numbers</summary><div class="scroll" tabindex="0" role="region" '
         f'aria-label="Numbers of {text(plot.title)}"><table class="plain"><caption>{text(plot.title)}{part}</caption>'

@@ -73,13 +73,22 @@ class Style:
         return options | ({"dashes": self.dashes} if self.dashes else {}) | more
 
 
+def palette(names: Sequence[str]) -> dict[str, Style]:
+    """One style per name, in their order.
+
+    >>> palette(["Mean-field", "1-tied"])["1-tied"].colour == COLOURS[1]
+    True
+    """
+    table: dict[str, Style] = {}
+    for i, name in enumerate(names):
+        dashes = DASHES[(i + i // len(COLOURS)) % len(DASHES)]  # a colour's second use gets other dashes
+        table[name] = Style(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], dashes)
+    return table
+
+
 def styles(results: Results) -> dict[str, Style]:
     """One style per method, by name: the deterministic network in ink, the others in the file's order."""
-    table: dict[str, Style] = {}
-    others = [method for method in results.methods if method is not results.baseline]
-    for i, method in enumerate(others):
-        dashes = DASHES[(i + i // len(COLOURS)) % len(DASHES)]  # a colour's second use gets other dashes
-        table[method["name"]] = Style(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], dashes)
+    table = palette([method["name"] for method in results.methods if method is not results.baseline])
     if results.baseline is not None:
         table[results.baseline["name"]] = Style(INK, "o", (2, 1.2))
     return table

@@ -11,14 +11,15 @@ from slimbayes.report.examples import text
 from slimbayes.report.results import Results, label, number
 
 
-def _pairs(items: Mapping[str, str], kind: str = "") -> str:
+def pairs(items: Mapping[str, str], kind: str = "") -> str:
+    """Names with their values, which are HTML already."""
     inner = "".join(f"<dt>{text(name)}</dt><dd>{value}</dd>" for name, value in items.items())
     return f'<dl class="pairs{kind}">{inner}</dl>\n'
 
 
 def terms_html(results: Results) -> str:
     """Every term of the page with its meaning."""
-    return _pairs({name: text(meaning) for name, meaning in definitions(results.task).items()}, " terms")
+    return pairs({name: text(meaning) for name, meaning in definitions(results.task).items()}, " terms")
 
 
 def provenance_html(results: Results) -> str:
@@ -53,7 +54,7 @@ def provenance_html(results: Results) -> str:
         for title, content in (("Configuration", made.get("config")), ("Settings of the methods", settings))
         if content
     )
-    return _pairs(items) + gap + blocks
+    return pairs(items) + gap + blocks
 
 
 def text_block(content: Any) -> str:

@@ -32,6 +32,7 @@ from slimbayes.training.step import (
     in_dtype,
     make_fabric,
     private_randomness,
+    seed_generators,
 )
 
 Callback = Callable[[int, Row], None]
@@ -229,7 +230,7 @@ class Run:
         settings, fabric = self.settings, self.fabric
         self._set_rates(settings.multiplier(self.step, self.steps, self.per_epoch))
         # Noise is a function of (seed, step, rank): a resumed run draws what an undisturbed one would have.
-        torch.manual_seed(mixed_seed(settings.seed, 1, self.step, fabric.global_rank))
+        seed_generators(mixed_seed(settings.seed, 1, self.step, fabric.global_rank), fabric.device)
         inputs, targets = fabric.to_device(batch)
         weight = settings.kl_factor(self.step, self.steps)
         try:

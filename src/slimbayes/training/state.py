@@ -99,6 +99,17 @@ def restore_optimizer(
         state.setdefault(int(index), {})[key] = value
     known = optimizer.state_dict()
     optimizer.load_state_dict({"state": state, "param_groups": known["param_groups"]})
+    for parameter, entries in optimizer.state.items():
+        for (
+            key,
+            value,
+        ) in entries.items():  # a file has no memory layout, and fused optimizers want the parameter's
+            if (
+                isinstance(value, Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                entries[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def remove_partial(folder: Path) -> None:

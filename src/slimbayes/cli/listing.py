@@ -1,0 +1,34 @@
+"""``slimbayes reproduce --list``: every entry and its state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def show(console: Console, results: Path) -> None:
+    """One table per paper: entry, item, title, state and where the result lies."""
+    from slimbayes.experiments.catalogue import ENTRIES
+    from slimbayes.experiments.entry import PAPERS
+    from slimbayes.experiments.running import RUNNERS
+    from slimbayes.experiments.state import state
+
+    states = state(results, ENTRIES)
+    for key, paper in PAPERS.items():
+        title = Text(f"{paper.authors} {paper.year}: {paper.title}")
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        table.add_column("entry", no_wrap=True)
+        table.add_column("item", no_wrap=True)
+        table.add_column("what", ratio=3)
+        table.add_column("state", ratio=3)
+        for name, entry in ENTRIES.items():
+            if name.startswith(f"{key}/"):
+                words = states[name].words()
+                if not states[name].results and name not in RUNNERS:
+                    words = "listed with its numbers, no code yet"
+                table.add_row(name, Text(entry.item), Text(entry.title), Text(words))
+        console.print(table)
+        console.print()

@@ -29,7 +29,13 @@ METHODS = {
 
 
 def network():
-    layers = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 160)]
+    layers = [
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 160),
+    ]
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(160, 4))
 
 
@@ -42,7 +48,14 @@ def data():
 def trained(method, **settings):
     torch.manual_seed(3)
     model = sb.bayesianize(network(), method)
-    settings = {"epochs": 5, "batch_size": 24, "lr": 0.01, "optimizer": "sgd", "schedule": "cosine", **settings}
+    settings = {
+        "epochs": 5,
+        "batch_size": 24,
+        "lr": 0.01,
+        "optimizer": "sgd",
+        "schedule": "cosine",
+        **settings,
+    }
     result = sb.fit(model, data(), Training(**settings), progress=False)
     return model, result
 
@@ -56,7 +69,9 @@ def test_recorded_steps_equal_eager_ones(name):
     for one, other in zip(first.history, second.history, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=2e-4)
     for (key, value), other in zip(eager.state_dict().items(), recorded.state_dict().values(), strict=True):
-        torch.testing.assert_close(other, value, rtol=1e-3, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            other, value, rtol=1e-3, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 @cuda
@@ -65,7 +80,14 @@ def test_a_recorded_run_resumes_to_the_same_weights(tmp_path):
     torch.manual_seed(3)
     model = sb.bayesianize(network(), sb.KTied(rank=2))
     settings = Training(
-        epochs=5, batch_size=24, lr=0.01, optimizer="adam", clip_norm=1.0, capture=True, checkpoint_every=7, log_every=1
+        epochs=5,
+        batch_size=24,
+        lr=0.01,
+        optimizer="adam",
+        clip_norm=1.0,
+        capture=True,
+        checkpoint_every=7,
+        log_every=1,
     )
 
     def stop(step, row):
@@ -85,7 +107,9 @@ def test_a_scheduled_kl_weight_reaches_the_recorded_step():
     settings = {"optimizer": "adam", "kl_coefficient": 0.1, "kl_every": 2, "log_every": 1}
     _, eager = trained(sb.MeanField(), capture=False, **settings)
     _, recorded = trained(sb.MeanField(), capture=True, **settings)
-    assert [row["loss"] for row in recorded.history] == pytest.approx([row["loss"] for row in eager.history], rel=2e-3)
+    assert [row["loss"] for row in recorded.history] == pytest.approx(
+        [row["loss"] for row in eager.history], rel=2e-3
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to record on")
@@ -96,7 +120,10 @@ def test_without_a_gpu_capture_is_refused():
 
 @pytest.mark.parametrize(
     ("method", "words"),
-    [(sb.EMP(components=2, learn_mixing=True), "learn_mixing"), (sb.Rank1(components_per_step=2), "components_per_step")],
+    [
+        (sb.EMP(components=2, learn_mixing=True), "learn_mixing"),
+        (sb.Rank1(components_per_step=2), "components_per_step"),
+    ],
 )
 def test_what_lives_between_steps_is_refused(method, words):
     from slimbayes.training.recording import check_recordable

@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 def show(console: Console, results: Path) -> None:
-    """One table per paper: entry, item, title, state and where the result lies."""
+    """One table per paper: entry, item, title, and its state: at which scales it was run and where the results lie."""
     from slimbayes.experiments.catalogue import ENTRIES
     from slimbayes.experiments.entry import PAPERS
     from slimbayes.experiments.running import RUNNERS
@@ -26,7 +26,9 @@ def show(console: Console, results: Path) -> None:
         table.add_column("state", ratio=3)
         for name, entry in ENTRIES.items():
             if name.startswith(f"{key}/"):
-                words = states[name].words()
+                words = "\n".join(
+                    [states[name].words(), *(str(result.path) for result in states[name].results)]
+                )
                 if not states[name].results and name not in RUNNERS:
                     words = "listed with its numbers, no code yet"
                 table.add_row(name, Text(entry.item), Text(entry.title), Text(words))

@@ -204,8 +204,8 @@ def _by_step(session: Session, outcome: Outcome) -> None:
     elbo = _over_steps(session, "mnist", "neg_elbo", "convergence", "MNIST, MLP: validation −ELBO at step")
     outcome.tables += [snr, constant, elbo]
     outcome.deviations.append(
-        "SNR: parameters whose gradient is the KL's alone (of dead units) have no variance and are left out of the mean; "
-        "their share is given. Ten batches are drawn at the weights of the step, without updates between them."
+        "SNR: parameters whose gradient is the KL's alone (of dead units) have no variance and are left out of the "
+        "mean; their share is given. Ten batches are drawn at the weights of the step, without updates between them."
     )
     first, *later = snr.columns
     for label in LABELS[1:]:

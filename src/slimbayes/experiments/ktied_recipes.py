@@ -42,11 +42,11 @@ SIZES: dict[tuple[str, str], Size] = {
     ("mnist", "gpu"): Size("mnist", "mlp", 300, 1024, 5, 100, 10_000, _PROBES, 250),
     ("mnist", "paper"): Size("mnist", "mlp", 300, 1024, 5, 100, 10_000, _PROBES, 250),
     ("cifar100", "smoke"): Size("digits", _LENET, 1, 256, 1, 2, 200, (2, 3, 4), 1),
-    ("cifar100", "desk"): Size("cifar100", _LENET, 20, 1024, 1, 20, 10_000, (100, 400, 700), 100, 3.0),
+    ("cifar100", "desk"): Size("cifar100", _LENET, 20, 1024, 1, 20, 10_000, (100, 400, 700), 100),
     ("cifar100", "gpu"): Size("cifar100", _LENET, 300, 1024, 3, 100, 10_000, _PROBES, 250),
     ("cifar100", "paper"): Size("cifar100", _LENET, 300, 1024, 3, 100, 10_000, _PROBES, 250),
     ("resnet", "smoke"): Size("digits", "tfp_resnet(widths=(8, 8, 8, 8))", 1, 256, 1, 2, 0),
-    ("resnet", "desk"): Size("cifar10", "tfp_resnet", 2, 128, 1, 10, 0, lr_scale=20.0),
+    ("resnet", "desk"): Size("cifar10", "tfp_resnet", 1, 128, 1, 4, 0, lr_scale=20.0),
     ("resnet", "gpu"): Size("cifar10", "tfp_resnet", 70, 128, 1, 100, 0, lr_scale=10.0),
     ("resnet", "paper"): Size("cifar10", "tfp_resnet", 700, 128, 3, 100, 0),
 }

@@ -18,7 +18,7 @@ from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.ktied_recipes import Job, deviations, recipe, seeds_of, size_of, train
 from slimbayes.experiments.outcome import Outcome
 from slimbayes.experiments.results import FORMAT, write_result
-from slimbayes.experiments.session import Session
+from slimbayes.experiments.session import OutOfTime, Session
 from slimbayes.provenance import provenance
 
 WORK = "slimbayes-reproduce"
@@ -138,7 +138,7 @@ def reproduce(
         "settings": {setting: _setting(session, setting, wanted) for setting in outcome.settings},
         "tables": [table.document() for table in outcome.tables], "curves": outcome.curves, "maps": outcome.maps,
         "checks": outcome.checks,
-        "deviations": [*_left_out(session, runner, outcome), *[text for s in outcome.settings for text in deviations(session, s)], *outcome.deviations],
+        "deviations": _deviations(session, runner, outcome),
         "runs": session.runs,
         "provenance": provenance(
             seconds=time.monotonic() - begun, training_seconds=trained,
@@ -154,10 +154,15 @@ def _wanted(runner: Runner, session: Session) -> list[Job]:
     return [job for job in found if not session.only or job.setting in session.only]
 
 
-def _left_out(session: Session, runner: Runner, outcome: Outcome) -> list[str]:
-    """Settings of the entry that this call did not run."""
+def _deviations(session: Session, runner: Runner, outcome: Outcome) -> list[str]:
+    """Where this call differs from the paper: settings that were not run, scales, and what the runner says."""
     names = dict.fromkeys(job.setting for plan in runner.jobs for job in plan(session))
-    return [f"{name}: not run at this scale." for name in names if name not in outcome.settings]
+    missing = [f"{name}: not run at this scale." for name in names if name not in outcome.settings]
+    return [
+        *missing,
+        *[text for s in outcome.settings for text in deviations(session, s)],
+        *outcome.deviations,
+    ]
 
 
 def train_for(names: Sequence[str], jobs: int, say: Callable[[str], None] = print, **options: Any) -> None:
@@ -189,13 +194,22 @@ def _train_together(
     """Train networks in several processes; what fails raises here, and what is done stays in ``work``."""
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(min(number, len(jobs)) or 1, context, _prepare, (options,))
+    late: OutOfTime | None = None
     try:
         waiting = {pool.submit(_work, job): job for job in jobs}
-        for number_done, done in enumerate(concurrent.futures.as_completed(waiting), 1):
-            seconds = done.result()
+        for count, done in enumerate(concurrent.futures.as_completed(waiting), 1):
             job = waiting[done]
+            try:
+                seconds = done.result()
+            except concurrent.futures.CancelledError:
+                continue
+            except OutOfTime as error:  # the others notice it too, and keep their state before they stop
+                late = error
+                for future in waiting:
+                    future.cancel()
+                continue
             say(
-                f"{number_done}/{len(jobs)} {job.setting} {job.purpose} {job.label} seed {job.seed}: {seconds:.1f} s"
+                f"{count}/{len(jobs)} {job.setting} {job.purpose} {job.label} seed {job.seed}: {seconds:.1f} s"
             )
     except BaseException:
         for process in list((getattr(pool, "_processes", None) or {}).values()):
@@ -203,6 +217,8 @@ def _train_together(
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+    if late is not None:
+        raise late
 
 
 _session: Session | None = None  # of a process that works for another

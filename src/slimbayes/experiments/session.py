@@ -22,6 +22,7 @@ from slimbayes.evaluate import assess
 from slimbayes.experiments.results import SCALES
 from slimbayes.files import write_whole
 from slimbayes.objective import kl
+from slimbayes.provenance import commit, hardware, now
 from slimbayes.specs import network_builder, parse_method
 from slimbayes.training import Training, fit, mixed_seed
 
@@ -172,7 +173,8 @@ class Session:
         run = {
             "setting": recipe.setting, "purpose": recipe.purpose, "label": recipe.label, "seed": seed,
             "method": recipe.method, "network": recipe.network, "data": recipe.data,
-            "training": _changed(recipe.training), "steps": known["steps"], "seconds": known["seconds"],
+            "training": _changed(recipe.training),
+            **{key: known.get(key) for key in ("steps", "seconds", "created", "commit", "hardware", "torch")},
         }  # fmt: skip
         if run not in self.runs:
             self.runs.append(run)
@@ -207,7 +209,8 @@ class Session:
             callback=callback,
         )  # fmt: skip
         save(model, folder / MODEL)
-        known = {"facts": facts, "steps": result.step, "seconds": result.seconds}
+        origin = {"created": now(), "commit": commit(), "hardware": hardware(), "torch": torch.__version__}
+        known = {"facts": facts, "steps": result.step, "seconds": result.seconds, **origin}
         write_whole(folder / FACTS, json.dumps(known))
         self.say(f"{label}: {result.step} steps in {result.seconds:.1f} s")
         return known

@@ -75,8 +75,8 @@ def fit(
     ``Training``; single ones may be given by name: ``sb.fit(model, data, epochs=10, lr=0.01)``. With a ``folder``
     the run writes its state and history there and ``resume=True`` goes on where it stopped, to the same weights.
     A row of history holds the means over the steps since the row before; there is one every ``log_every`` steps
-    and at the end of an epoch. ``callback(step, row)`` is called with each, ``on_start()`` once, when everything has
-    been checked and before anything is written.
+    and at the end of an epoch. ``callback(step, row)`` is called with each; what it raises ends the run, whose state is
+    kept first. ``on_start()`` is called once, when everything has been checked and before anything is written.
 
     >>> import slimbayes as sb
     >>> _ = torch.manual_seed(0)
@@ -220,7 +220,11 @@ class Run:
                 if bar is not None:
                     bar.show(self.step, _short(last, self.source.num_data), rate)
                 if ended or logs:
-                    self._log(epoch, rate, ended)
+                    try:
+                        self._log(epoch, rate, ended)
+                    except BaseException:  # a callback may stop the run: what was trained until now is kept
+                        keep(self)
+                        raise
             if due:
                 keep(self)
             if ended or self.done:

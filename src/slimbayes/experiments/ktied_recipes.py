@@ -41,7 +41,7 @@ SIZES: dict[tuple[str, str], Size] = {
     ("mnist", "desk"): Size("mnist", "mlp", 100, 1024, 3, 100, 10_000, _PROBES, 500),
     ("mnist", "gpu"): Size("mnist", "mlp", 300, 1024, 5, 100, 10_000, _PROBES, 250),
     ("mnist", "paper"): Size("mnist", "mlp", 300, 1024, 5, 100, 10_000, _PROBES, 250),
-    ("cifar100", "smoke"): Size("digits", _LENET, 1, 256, 1, 2, 200, (2, 3, 4), 1),
+    ("cifar100", "smoke"): Size("digits", _LENET, 1, 256, 1, 2, 200, (2, 4), 2),
     ("cifar100", "desk"): Size("cifar100", _LENET, 20, 1024, 1, 20, 10_000, (100, 400, 700), 100),
     ("cifar100", "gpu"): Size("cifar100", _LENET, 300, 1024, 3, 100, 10_000, _PROBES, 250),
     ("cifar100", "paper"): Size("cifar100", _LENET, 300, 1024, 3, 100, 10_000, _PROBES, 250),

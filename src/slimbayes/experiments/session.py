@@ -243,8 +243,9 @@ class Session:
         −ELBO = E_q[−log p(y|x, w)] + KL/N per example, with the test data's likelihood and the training data's N.
         """
         rows = prepared.data.test if split == "test" else prepared.validation
-        scaling, size = prepared.data.scaling, 1000 if self.device.type == "cpu" else 10_000
-        size = min(size, len(rows))
+        # Weights are sampled once per batch and draw: on a CPU too, many small inputs go at a time.
+        small = self.device.type == "cuda" or rows.inputs[:1].numel() <= 1024
+        scaling, size = prepared.data.scaling, min(10_000 if small else 1000, len(rows))
         where = rows.to(self.device)
         batches = (
             (where.inputs[i : i + size], where.targets[i : i + size]) for i in range(0, len(rows), size)

@@ -1,0 +1,267 @@
+"""Every experiment with code runs at its smallest scale, is resumed where it was stopped, and measures what it says."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import slimbayes as sb
+from slimbayes.data import Scaling, Split
+from slimbayes.data import load as load_data
+from slimbayes.experiments import read_result, session
+from slimbayes.experiments.catalogue import ENTRIES
+from slimbayes.experiments.ktied_probes import snr
+from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, Choice, Job, recipe, size_of, train
+from slimbayes.experiments.outcome import Table
+from slimbayes.experiments.running import RUNNERS, reproduce, train_for
+from slimbayes.experiments.session import OutOfTime, Prepared, Session, count_parameters
+
+ROWS = {"mnist": LABELS, "cifar100": LABELS, "resnet": LABELS, "resnet-he": LABELS, "snr": LABELS}
+
+
+def numbers(value):
+    if isinstance(value, dict):
+        return [x for item in value.values() for x in numbers(item)]
+    if isinstance(value, list):
+        return [x for item in value for x in numbers(item)]
+    return [value] if isinstance(value, float) else []
+
+
+def test_every_experiment_with_code_runs_at_smoke_scale(tmp_path):
+    for name in RUNNERS:
+        entry = ENTRIES[name]
+        assert not entry.needs, f"{name} has code"
+        path = reproduce(name, "smoke", tmp_path / "results", tmp_path / "work", progress=False)
+        document = read_result(path)
+        assert document["experiment"] == name and document["scale"] == "smoke"
+        found = {table["name"]: table for table in document["tables"]}
+        assert found or document["maps"], name
+        wanted = {table.name for table in entry.printed if table.name != "imdb"}
+        assert wanted <= set(found), name
+        for table in document["tables"]:
+            if table["name"] in ROWS and name not in ("ktied/local", "ktied/compress"):
+                assert [row["label"] for row in table["rows"]] == list(ROWS[table["name"]]), name
+            for row in table["rows"]:
+                assert set(row["values"]) <= set(table["columns"]) and row["values"], (name, row["label"])
+        assert all(
+            math.isfinite(x) for part in ("tables", "curves", "maps") for x in numbers(document[part])
+        ), name
+        provenance = document["provenance"]
+        assert {"command", "commit", "hardware", "seconds", "versions", "fingerprints", "seeds"} <= set(
+            provenance
+        )
+        if name not in ("ktied/table1", "ktied/table4"):
+            assert (
+                document["runs"] and document["settings"] and list(provenance["fingerprints"]) == ["digits"]
+            ), name
+            assert any("only a test that the code runs" in text for text in document["deviations"]), name
+
+
+def test_entries_without_code_say_what_they_need():
+    without = [name for name in ENTRIES if name not in RUNNERS]
+    assert without and all(ENTRIES[name].needs for name in without)
+    with pytest.raises(ValueError, match="cannot be run yet; it needs"):
+        reproduce(without[0])
+    with pytest.raises(ValueError, match="the closest are ktied/table2"):
+        reproduce("ktied/tabel2")
+
+
+def tables(path):
+    return json.loads(path.read_text())["tables"]
+
+
+def test_a_stopped_experiment_goes_on_to_the_same_result(tmp_path, monkeypatch):
+    options = {"only": ("mnist",), "progress": False}
+    whole = reproduce("ktied/table2", "smoke", tmp_path / "a", tmp_path / "a-work", **options)
+    calls = iter(range(1000))
+    trained = []
+
+    def stop(self):
+        if next(calls) == 4:
+            raise OutOfTime("spent")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "check_time", stop)
+        with pytest.raises(OutOfTime):
+            reproduce("ktied/table2", "smoke", tmp_path / "b", tmp_path / "b-work", **options)
+    assert not list((tmp_path / "b").rglob("*.json")), "no result of half an experiment"
+    fit = session.fit
+
+    def counted(model, data, *rest, **more):
+        result = fit(model, data, *rest, **more)
+        trained.append(len(result.history))
+        return result
+
+    monkeypatch.setattr(session, "fit", counted)
+    again = reproduce("ktied/table2", "smoke", tmp_path / "b", tmp_path / "b-work", **options)
+    assert tables(again) == tables(whole) and len(trained) == 1
+    reproduce("ktied/table2", "smoke", tmp_path / "b", tmp_path / "b-work", **options)
+    assert len(trained) == 1, "what is trained is used again"
+
+
+def test_a_spent_budget_stops_before_anything_is_trained(tmp_path):
+    with pytest.raises(OutOfTime, match="goes on where it stopped"):
+        reproduce("ktied/table2", "smoke", tmp_path, tmp_path / "work", budget=0.0, progress=False)
+
+
+def test_networks_are_told_apart_by_everything_that_made_them(tmp_path):
+    small = Session("smoke", tmp_path, progress=False)
+    job = Job("mnist", "annealed", "2-tied", 0)
+    one = train(small, job)
+    others = [
+        Job("mnist", "annealed", "2-tied", 1),
+        Job("mnist", "annealed", "3-tied", 0),
+        Job("mnist", "annealed", "2-tied", 0, estimator="local"),
+        Job("mnist", "annealed", "2-tied", 0, Choice(2e-3, 0.3, 5e-6)),
+    ]
+    folders = {train(small, other).folder for other in others}
+    assert one.folder not in folders and len(folders) == len(others)
+    assert train(small, job).folder == one.folder
+
+
+def test_several_processes_train_what_one_does(tmp_path):
+    said = []
+    options = {"scale": "smoke", "data_root": None, "seeds": 1, "budget": None, "only": ("mnist",)}
+    train_for(["ktied/table2"], 2, said.append, work=str(tmp_path / "together"), **options)
+    assert len(said) == 1 and said[0].startswith("1/1 mnist converged Mean-field seed 0")
+    job = Job("mnist", "converged", "Mean-field", 0)
+    together, alone = (
+        train(Session("smoke", tmp_path / name, progress=False), job) for name in ("together", "alone")
+    )
+    assert (together.folder / "measured.json").exists()
+    for one, other in zip(
+        together.model.state_dict().values(), alone.model.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.fixture
+def tiny():
+    digits = load_data("digits")
+    scaling = Scaling((0.5,), (0.5,), 1 / 255)
+    data = sb.data.Dataset("digits", "classification", "image", digits.train[:100], digits.test[:60], scaling,
+                           digits.classes)  # fmt: skip
+    return Prepared(data, digits.train[100:150])
+
+
+def test_measured_figures_are_those_of_their_definitions(tmp_path, tiny):
+    torch.manual_seed(0)
+    model = sb.bayesianize(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), sb.MeanField(stddev_init=0.3))
+    figures, errors = Session("smoke", tmp_path).measure(model, tiny, samples=5, seed=3)
+    x, y = tiny.data.scaling(tiny.data.test.inputs), tiny.data.test.targets
+    with torch.no_grad():
+        draws = sb.draw(model, x, samples=5, noise="shared", seed=3).double()
+    each = -draws.log_softmax(-1)[:, torch.arange(60), y]  # [5, 60]
+    mixture = -(draws.softmax(-1)[:, torch.arange(60), y].mean(0)).log()
+    p = draws.softmax(-1).mean(0)
+    brier = p.square().sum(-1) - 2 * p[torch.arange(60), y]
+    assert figures["neg_elbo"] == pytest.approx(float(each.mean() + sb.kl(model).detach() / 100), rel=1e-5)
+    assert figures["nll"] == pytest.approx(float(mixture.mean()), rel=1e-5)
+    assert figures["brier"] == pytest.approx(float(brier.mean()), rel=1e-4)
+    assert figures["accuracy"] == pytest.approx(100 * float((p.argmax(-1) == y).double().mean()))
+    assert errors["nll"] == pytest.approx(float(mixture.std() / 60**0.5), rel=1e-4)
+    assert errors["neg_elbo"] == pytest.approx(float(each.mean(0).std() / 60**0.5), rel=1e-4)
+
+
+def test_snr_leaves_out_what_only_the_kl_moves(tiny):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
+    with torch.no_grad():
+        network[1].bias[:3] = -1e3  # dead units: a quarter of the next layer's inputs
+    model = sb.bayesianize(network, sb.MeanField(stddev_init=0.01))
+    ratio, constant = snr(model, tiny, "3", 32, seed=0)
+    assert constant == pytest.approx(0.25) and 1.0 <= ratio < 1e6
+    tied = sb.bayesianize(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 10)), sb.KTied(2)
+    )
+    assert snr(tied, tiny, "3", 32, seed=0)[1] < 0.1
+
+
+def test_running_statistics_count_as_the_paper_counts_them():
+    network = sb.bayesianize(sb.models.TFPResNet(), sb.MeanField(biases=False, estimator="flipout"))
+    assert count_parameters(network) == 9_814_026
+
+
+@pytest.mark.parametrize(
+    ("setting", "label", "count"),
+    [("mnist", "Mean-field", 956_820), ("mnist", "3-tied", 486_402), ("cifar100", "2-tied", 2_267_408)],
+)
+def test_recipes_have_the_papers_parameters(tmp_path, setting, label, count):
+    made = recipe(Session("paper", tmp_path), setting, "annealed", label)
+    shape = (1, 28, 28) if setting == "mnist" else (3, 32, 32)
+    assert count_parameters(made.build(shape, 10 if setting == "mnist" else 100, seed=0)) == count
+    assert made.training.epochs == 300 and made.training.batch_size == 1024 and made.training.kl_every == 100
+
+
+def test_shortened_runs_anneal_as_much_faster(tmp_path):
+    desk, paper = (
+        recipe(Session(s, tmp_path), "mnist", "annealed", "2-tied").training for s in ("desk", "paper")
+    )
+    assert desk.kl_coefficient * desk.epochs == pytest.approx(paper.kl_coefficient * paper.epochs)
+
+
+def test_chosen_hyperparameters_won_the_sweep(repository):
+    document = read_result(repository / "results" / "ktied" / "tuning.gpu.json")
+    for table in document["tables"]:
+        setting, purpose = table["name"].split("-", 1)
+        metric = "nll" if purpose == "annealed" else "neg_elbo"
+        best = {}
+        for row in table["rows"]:
+            label, *words = row["label"].split(", ")
+            value = row["values"][metric][0]
+            if label not in best or value < best[label][0]:
+                best[label] = (value, {name: float(x) for name, x in (word.split() for word in words)})
+        for label, (_, winner) in best.items():
+            chosen = CHOSEN[setting, purpose, label]
+            assert (chosen.lr, chosen.prior) == (winner["lr"], winner["prior"]), (table["name"], label)
+            assert chosen.coefficient == winner.get("coefficient")
+
+
+@pytest.fixture
+def repository(request):
+    return request.config.rootpath
+
+
+def test_tables_are_selected_and_derived_by_seed():
+    table = Table("t", "T", ("a", "b"))
+    table.add("x", {"a": 1.0, "b": 2.0}, {"a": 0.1})
+    table.add("x", {"a": 3.0, "b": 4.0}, {"a": 0.3})
+    table.derive("c", lambda values: values["a"] / values["b"])
+    row = table.select("a", "c").document()["rows"][0]
+    assert row == {
+        "label": "x",
+        "values": {"a": [1.0, 3.0], "c": [0.5, 0.75]},
+        "errors": {"a": pytest.approx(0.2)},
+    }
+
+
+def test_the_validation_examples_are_the_last_and_not_trained_on(tmp_path):
+    one = Session("smoke", tmp_path).prepared("digits", Scaling((0.0,), (1.0,), 1 / 255), 200)
+    raw = load_data("digits")
+    assert one.num_train == len(raw.train) - 200 and len(one.validation) == 200
+    assert torch.equal(one.validation.inputs, raw.train.inputs[-200:])
+    assert torch.equal(one.data.test.inputs, raw.test.inputs)
+
+
+def test_the_mean_image_is_the_training_datas(tmp_path):
+    one = Session("smoke", tmp_path).prepared("digits", pixel_mean=True)
+    assert isinstance(one.validation, Split) and one.data.scaling == Scaling((0.0,), (1.0,))
+    assert float(one.data.train.inputs.mean(0).abs().max()) < 1e-6
+    raw = load_data("digits")
+    mean = raw.train.inputs.double().mean(0) / 255
+    torch.testing.assert_close(
+        one.data.test.inputs.double(), raw.test.inputs.double() / 255 - mean, atol=1e-6, rtol=0
+    )
+
+
+@pytest.mark.parametrize(("options", "words"), [({"scale": "huge"}, "scale='huge' is unknown"), ({}, None)])
+def test_sessions_check_their_scale(tmp_path, options, words):
+    if words is None:
+        assert size_of("resnet-he", Session("gpu", tmp_path).scale).epochs == 70
+        with pytest.raises(ValueError, match="leaves nothing of mnist"):
+            Session("smoke", tmp_path, only=("resnet",)).chosen("mnist")
+        return
+    with pytest.raises(ValueError, match=words):
+        Session(work=tmp_path, **options)

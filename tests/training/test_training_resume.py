@@ -297,3 +297,61 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     x, y = data()
     with pytest.raises((TrainingError, ValueError), match=r"not finite at step|NaN or infinite"):
         sb.fit(build(), (x * float("inf"), y), epochs=1, batch_size=10, progress=False)
+
+
+def test_a_callback_that_stops_a_run_leaves_its_state(tmp_path):
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3), torch.randint(2, (40,))
+    settings = {"epochs": 4, "batch_size": 10, "log_every": 3, "checkpoint_every": 100, "progress": False}
+
+    def model():
+        torch.manual_seed(1)
+        return sb.bayesianize(nn.Linear(3, 2), sb.MeanField())
+
+    def stop(step, row):
+        if step == 6:
+            raise KeyError("enough")
+
+    whole = model()
+    sb.fit(whole, (x, y), **settings)
+    with pytest.raises(KeyError, match="enough"):
+        sb.fit(model(), (x, y), folder=tmp_path, callback=stop, **settings)
+    seen = []
+    again = model()
+    result = sb.fit(
+        again, (x, y), folder=tmp_path, resume=True, callback=lambda s, r: seen.append(s), **settings
+    )
+    assert seen[0] == 8 and [row["step"] for row in result.history][:3] == [3, 4, 6]
+    for one, other in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_checkpoints_every_so_many_steps_are_not_also_written_every_epoch(tmp_path, monkeypatch):
+    from slimbayes.training import loop
+
+    kept = []
+    keep = loop.keep
+    monkeypatch.setattr(loop, "keep", lambda run: (kept.append(run.step), keep(run)))
+    x, y = torch.randn(40, 3), torch.randint(2, (40,))
+    model = sb.bayesianize(nn.Linear(3, 2), sb.MeanField())
+    sb.fit(model, (x, y), epochs=3, batch_size=10, checkpoint_every=5, folder=tmp_path, progress=False)
+    assert kept == [5, 10, 12]
+
+
+def test_an_optimizer_gets_its_state_back_in_the_parameters_layout():
+    from slimbayes.training.state import optimizer_tensors, restore_optimizer
+
+    def made():
+        weight = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+        return weight, torch.optim.Adam([weight])
+
+    weight, optimizer = made()
+    weight.square().sum().backward()
+    optimizer.step()
+    tensors, scalars = optimizer_tensors(optimizer)
+    flat = {name: value.contiguous().clone() for name, value in tensors.items()}  # as a file holds them
+    other, restored = made()
+    restore_optimizer(restored, flat, scalars)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert restored.state[other][name].stride() == other.stride()
+        assert torch.equal(restored.state[other][name], optimizer.state[weight][name])

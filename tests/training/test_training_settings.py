@@ -183,3 +183,17 @@ def test_any_mapping_works_or_is_a_value_error(values):
     else:
         assert Training.from_dict(training.to_dict()) == training
         assert math.isfinite(training.multiplier(3, 10, 5)) and math.isfinite(training.kl_factor(3, 10))
+
+
+def test_the_kl_weight_can_grow_in_steps():
+    training = Training(kl_coefficient=5e-5, kl_every=100, kl_weight=0.5)
+    assert [training.kl_factor(step, 10) for step in (0, 99, 100, 250)] == pytest.approx(
+        [0.0, 0.0, 0.0025, 0.005]
+    )
+    assert training.kl_factor(10**6, 10) == 0.5
+    with pytest.raises(ValueError, match="kl_coefficient must be a finite number above 0"):
+        Training(kl_coefficient=0.0)
+    with pytest.raises(ValueError, match="kl_every must be a whole number"):
+        Training(kl_every=0)
+    with pytest.raises(ValueError, match="capture must be true or false"):
+        Training(capture="yes")

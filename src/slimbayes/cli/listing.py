@@ -24,6 +24,7 @@ def show(console: Console, results: Path) -> None:
         table.add_column("item", no_wrap=True)
         table.add_column("what", ratio=3)
         table.add_column("state", ratio=3)
+        paths: list[Path] = []
         for name, entry in ENTRIES.items():
             if name.startswith(f"{key}/"):
                 words = "\n".join(
@@ -33,4 +34,6 @@ def show(console: Console, results: Path) -> None:
                     words = "listed with its numbers, no code yet"
                 table.add_row(name, Text(entry.item), Text(entry.title), Text(words))
         console.print(table)
+        for path in paths:
+            console.print(Text(f"  {path}"), soft_wrap=True)
         console.print()

@@ -27,9 +27,8 @@ def show(console: Console, results: Path) -> None:
         paths: list[Path] = []
         for name, entry in ENTRIES.items():
             if name.startswith(f"{key}/"):
-                words = "\n".join(
-                    [states[name].words(), *(str(result.path) for result in states[name].results)]
-                )
+                words = states[name].words()
+                paths += [result.path for result in states[name].results]
                 if not states[name].results and name not in RUNNERS:
                     words = "listed with its numbers, no code yet"
                 table.add_row(name, Text(entry.item), Text(entry.title), Text(words))

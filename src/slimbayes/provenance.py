@@ -71,7 +71,8 @@ def command() -> str:
     >>> isinstance(command(), str)
     True
     """
-    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    path = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
+    program = path.parent.name if path.name == "__main__.py" else path.name  # python -m slimbayes
     return shlex.join([program, *sys.argv[1:]])
 
 

@@ -46,7 +46,12 @@ def reproduce(
         float | None,
         typer.Option("--budget", metavar="SECONDS", help="Stop then, whole; the same command goes on."),
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes that train at the same time.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", min=1, help="Processes that train at the same time; default: one per GPU, or one."
+        ),
+    ] = None,
     only: Annotated[
         str | None,
         typer.Option(
@@ -71,12 +76,12 @@ def reproduce(
         raise ConfigError(
             "which experiment? Name one, as ktied/table2; slimbayes reproduce --list shows them all"
         )
-    from slimbayes.experiments.running import RUNNERS, train_for
+    from slimbayes.experiments.running import RUNNERS, default_jobs, train_for
     from slimbayes.experiments.running import reproduce as run
     from slimbayes.experiments.session import OutOfTime
 
     names = [name for word in experiment for name in _matching(word, list(RUNNERS))]
-
+    jobs = default_jobs() if jobs is None else jobs
     o.set_threads(threads)
     begun = time.monotonic()
     say = (lambda text: None) if quiet else o.note

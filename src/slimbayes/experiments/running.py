@@ -6,12 +6,15 @@ import concurrent.futures
 import dataclasses
 import functools
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from slimbayes.experiments import ktied_figures, ktied_tables, ktied_times
 from slimbayes.experiments.catalogue import find
@@ -89,7 +92,7 @@ def reproduce(
     data_root: str | None = None,
     seeds: int | None = None,
     budget: float | None = None,
-    jobs: int = 1,
+    jobs: int | None = None,
     progress: bool = True,
     say: Callable[[str], None] = lambda text: None,
     only: Sequence[str] = (),
@@ -107,7 +110,7 @@ def reproduce(
         data_root: where real data lie; None is the environment variable SLIMBAYES_DATA.
         seeds: so many instead of the scale's own.
         budget: seconds of this call.
-        jobs: processes that train networks at the same time.
+        jobs: processes that train networks at the same time; None: one per GPU, or one.
         progress: show a line of progress for each network.
         say: called with a sentence now and then.
         only: settings of the entry that are run, as "mnist"; none: all.
@@ -126,8 +129,9 @@ def reproduce(
     }
     session = Session(**options, progress=progress, say=say)  # type: ignore[arg-type]
     wanted = _wanted(runner, session)
-    if jobs > 1 and not runner.alone:
-        _train_together(wanted, options, jobs, say)
+    number = default_jobs() if jobs is None else jobs
+    if number > 1 and not runner.alone:
+        _train_together(wanted, options, number, say)
     begun = time.monotonic()
     for job in wanted:
         train(session, job)
@@ -147,6 +151,11 @@ def reproduce(
         ),
     }  # fmt: skip
     return write_result(document, results)
+
+
+def default_jobs() -> int:
+    """One process per GPU, or one."""
+    return max(1, torch.cuda.device_count())
 
 
 def _wanted(runner: Runner, session: Session) -> list[Job]:
@@ -193,7 +202,10 @@ def _train_together(
 ) -> None:
     """Train networks in several processes; what fails raises here, and what is done stays in ``work``."""
     context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(min(number, len(jobs)) or 1, context, _prepare, (options,))
+    turn = context.Value("i", 0)
+    pool = concurrent.futures.ProcessPoolExecutor(
+        min(number, len(jobs)) or 1, context, _prepare, (options, turn, torch.cuda.device_count())
+    )
     late: OutOfTime | None = None
     try:
         waiting = {pool.submit(_work, job): job for job in jobs}
@@ -224,9 +236,16 @@ def _train_together(
 _session: Session | None = None  # of a process that works for another
 
 
-def _prepare(options: dict[str, Any]) -> None:
+def _prepare(options: dict[str, Any], turn: Any, gpus: int) -> None:
+    """Make a process ready; with several GPUs each takes the next one."""
     global _session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    if gpus > 1:
+        with turn.get_lock():
+            number, turn.value = turn.value, turn.value + 1
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = visible if len(visible) == gpus else [str(i) for i in range(gpus)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[number % gpus]  # before the first word to a GPU
     _session = Session(**options, progress=False)
 
 

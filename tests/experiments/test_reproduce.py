@@ -207,16 +207,20 @@ def test_chosen_hyperparameters_won_the_sweep(repository):
     for table in document["tables"]:
         setting, purpose = table["name"].split("-", 1)
         metric = "nll" if purpose == "annealed" else "neg_elbo"
-        best = {}
+        best = {}  # prior -> label -> (value, winner)
         for row in table["rows"]:
             label, *words = row["label"].split(", ")
-            value = row["values"][metric][0]
-            if label not in best or value < best[label][0]:
-                best[label] = (value, {name: float(x) for name, x in (word.split() for word in words)})
-        for label, (_, winner) in best.items():
+            found = {name: float(x) for name, x in (word.split() for word in words)}
+            rows = best.setdefault(found["prior"], {})
+            rows[label] = min(
+                rows.get(label, (math.inf,)), (row["values"][metric][0], found), key=lambda one: one[0]
+            )
+        winners = min(best.values(), key=lambda rows: sum(value for value, _ in rows.values()))
+        for label, (_, winner) in winners.items():
             chosen = CHOSEN[setting, purpose, label]
             assert (chosen.lr, chosen.prior) == (winner["lr"], winner["prior"]), (table["name"], label)
             assert chosen.coefficient == winner.get("coefficient")
+        assert len({CHOSEN[key].prior for key in CHOSEN if key[:2] == (setting, purpose)}) == 1
 
 
 @pytest.fixture

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.checkpoint import load, save
+from slimbayes.checkpoint import CheckpointError, load, save
 from slimbayes.convert import bayesianize
 from slimbayes.data import Dataset, Scaling, Split
 from slimbayes.data import load as load_data
@@ -81,17 +82,27 @@ class Recipe:
 class Trained:
     """A trained network, what was measured while it trained, and how long that took."""
 
-    model: nn.Module
     recipe: Recipe
     seed: int
     probes: dict[str, Any]
     steps: int
     seconds: float
     folder: Path
-    parameters: int = field(default=0)
+    read: Callable[[], nn.Module]
 
-    def __post_init__(self) -> None:
-        self.parameters = count_parameters(self.model)
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """The network itself, read when it is first asked for: curves do not need it."""
+        if not (self.folder / MODEL).is_file():
+            raise CheckpointError(
+                f"the weights in {str(self.folder)!r} are gone: delete the folder to train again"
+            )
+        return self.read()
+
+    @property
+    def parameters(self) -> int:
+        """As ``count_parameters`` counts them."""
+        return count_parameters(self.model)
 
 
 Probe = Callable[[nn.Module, Prepared, int], dict[str, Any]]
@@ -168,8 +179,12 @@ class Session:
         if known is None or known["facts"] != facts:
             self.check_time()
             known = self._train(recipe, prepared, seed, folder, facts, probe, every, resume)
-        plain = network_builder(recipe.network)(shape, outputs)
-        model = load(plain, folder / MODEL).to(self.device).eval()
+
+        def read() -> nn.Module:
+            with torch.random.fork_rng(devices=[]):
+                plain = network_builder(recipe.network)(shape, outputs)
+            return load(plain, folder / MODEL).to(self.device).eval()
+
         run = {
             "setting": recipe.setting, "purpose": recipe.purpose, "label": recipe.label, "seed": seed,
             "method": recipe.method, "network": recipe.network, "data": recipe.data,
@@ -179,7 +194,7 @@ class Session:
         if run not in self.runs:
             self.runs.append(run)
         probes = _read(folder / PROBES) or {}
-        return Trained(model, recipe, seed, probes, known["steps"], known["seconds"], folder)
+        return Trained(recipe, seed, probes, known["steps"], known["seconds"], folder, read)
 
     def _train(
         self, recipe: Recipe, prepared: Prepared, seed: int, folder: Path, facts: dict[str, Any],

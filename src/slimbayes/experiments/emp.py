@@ -8,7 +8,7 @@ from slimbayes.experiments import emp_corruptions as corruptions
 from slimbayes.experiments import emp_regressions as regressions
 from slimbayes.experiments.entry import Experiment, Printed, Setting
 
-_NEEDS = "a runner: the entry is listed with its numbers"
+_NEEDS = "a runner of its own"
 _ADAM = {
     "optimizer": "adam",
     "lr": 1e-3,

@@ -94,7 +94,7 @@ _DENSITY = (
     "½ log 0.1 − ½ log 2π = −2.07, where Kin8nm and Naval stand."
 )
 _NINE = "The text counts nine data sets; in the table the ensemble is best on two, Power and Year."
-_NEEDS = "a runner: the entry is listed with its numbers"
+_NEEDS = "a runner of its own"
 
 ENTRIES: tuple[Experiment, ...] = (
     Experiment(

@@ -19,8 +19,8 @@ from slimbayes.report.provenance import pairs
 _BLANK = '<svg viewBox="0 0 1 1"></svg>'
 _LEAD = (
     "Every table and figure of the papers, and what came out here. Ours stand beside the paper's numbers; each number "
-    "is read from the JSON file that the section names. Scales: desk is a small run on a CPU, gpu a shortened schedule "
-    "on one GPU, paper the full one."
+    "is read from the JSON file that the section names. Scales: desk is a small run on a CPU, gpu a run on one "
+    "GPU, shortened where its deviations say so, paper the full one."
 )
 
 

@@ -62,7 +62,7 @@ class Choice:
 
 
 # (setting, purpose, label): the winners of the sweep ``ktied/tuning``. The rows of a table share the prior's scale, or
-# their −ELBO could not be compared: that whose best rows have the lowest mean NLL. Rate and coefficient are a row's own.
+# their −ELBO could not be compared: that whose best rows have the lowest mean NLL. Rates and coefficients differ.
 CHOSEN: dict[tuple[str, str, str], Choice] = {
     ("mnist", "converged", "Mean-field"): Choice(0.003, 0.2),
     ("mnist", "annealed", "Mean-field"): Choice(0.0001, 0.3, 5e-05),

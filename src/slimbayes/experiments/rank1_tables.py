@@ -6,7 +6,7 @@ from slimbayes.experiments import rank1_readme as readme
 from slimbayes.experiments import rank1_settings as settings
 from slimbayes.experiments.entry import Experiment, Printed
 
-NEEDS = "a runner: the entry is listed with its numbers"
+NEEDS = "a runner of its own"
 SUM = (
     "The KL is summed over the K components and not averaged, as in the reference code: K times heavier than the "
     "convexity bound."

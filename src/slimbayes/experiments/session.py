@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import multiprocessing
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -158,7 +159,10 @@ class Session:
         return self._data[key]
 
     def check_time(self) -> None:
-        """Raise when the time of this call is spent."""
+        """Raise when the time of this call is spent, or the process that began this one was killed."""
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            raise OutOfTime("the process that began this one is gone")
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTime("the time of this call is spent: the same command goes on where it stopped")
 

@@ -14,7 +14,9 @@ import slimbayes as sb
 from slimbayes.methods import METHODS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SHORT = ("classification", "fit", "mixed_rules", "own_data", "regression", "transformer")
+SHORT = (
+    "classification", "fit", "mixed_rules", "own_data", "regression", "reproduce_table", "transformer",
+)  # fmt: skip
 
 
 def example(name):
@@ -84,6 +86,17 @@ def test_own_data(capsys):
     seen, unseen = zip(table["mean"], table["lower"], table["upper"], table["epistemic_std"], strict=True)
     assert seen[1] < 1.5 < seen[2] and abs(seen[0] - 1.5) < 0.5  # 1.0² + 0.5
     assert unseen[3] > 4 * seen[3]
+
+
+def test_reproduce_table(capsys):
+    found = example("reproduce_table").main()
+    assert found["ktied/table1, 2-tied, parameters"] == 784 * 400 + 2 * (784 + 400)
+    # the same network, before and after the truncation: the spreads differ, and with them the KL
+    whole, tied = (found[f"ktied/table2, {label}, neg_elbo"] for label in ("Mean-field", "1-tied"))
+    assert whole != tied and whole == pytest.approx(tied, rel=0.05)
+    printed = capsys.readouterr().out
+    assert "| 2-tied | 315,968 | 315,968 |" in printed and "| 0.431 ± 0.0057 |" in printed
+    assert "trained on digits, not on mnist" in printed
 
 
 @pytest.fixture(scope="module")

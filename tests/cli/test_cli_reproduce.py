@@ -56,3 +56,9 @@ def test_a_spent_budget_has_an_exit_code_of_its_own(slimbayes, tmp_path):
 def test_patterns_name_entries(slimbayes, tmp_path):
     done = slimbayes("reproduce", "ktied/table[14]", "--results", tmp_path, "--work", tmp_path, "--quiet")
     assert "ktied/table1" in done.out and "ktied/table4" in done.out
+
+
+def test_only_chooses_among_the_entries_of_a_pattern(slimbayes, tmp_path):
+    words = ("--results", tmp_path, "--work", tmp_path, "--only", "mnist", "--quiet", "--jobs", "1")
+    done = slimbayes("reproduce", "ktied/figure[45]", *words)
+    assert "ktied/figure4" in done.out and "ktied/figure5" not in done.out

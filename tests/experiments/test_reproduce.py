@@ -269,3 +269,17 @@ def test_sessions_check_their_scale(tmp_path, options, words):
         return
     with pytest.raises(ValueError, match=words):
         Session(work=tmp_path, **options)
+
+
+def test_a_result_of_some_settings_does_not_replace_one_of_more(tmp_path):
+    options = {"results": tmp_path / "results", "work": tmp_path / "work", "progress": False}
+    path = reproduce("ktied/figure4", "smoke", **options)
+    assert set(json.loads(path.read_text())["settings"]) == {"mnist", "cifar100"}
+    before = path.read_text()
+    with pytest.raises(
+        ValueError, match="also holds cifar100, which a result of mnist alone would take from it"
+    ):
+        reproduce("ktied/figure4", "smoke", only=("mnist",), **options)
+    assert path.read_text() == before
+    with pytest.raises(ValueError, match="leaves nothing of resnet"):
+        reproduce("ktied/figure11", "smoke", only=("mnist",), **options)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from slimbayes.cli import options as o
-from slimbayes.cli.errors import friendly, screen
+from slimbayes.cli.errors import INTERRUPTED, errors, friendly, screen
 from slimbayes.config import ConfigError
 
 LATER = 75  # the exit code of a call whose time was spent: run it again
@@ -76,11 +76,15 @@ def reproduce(
         raise ConfigError(
             "which experiment? Name one, as ktied/table2; slimbayes reproduce --list shows them all"
         )
-    from slimbayes.experiments.running import RUNNERS, default_jobs, train_for
+    from slimbayes.experiments.running import RUNNERS, default_jobs, settings_of, train_for
     from slimbayes.experiments.running import reproduce as run
-    from slimbayes.experiments.session import OutOfTime
+    from slimbayes.experiments.session import OutOfTime, Session
 
+    wanted = o.words(only) or ()
     names = [name for word in experiment for name in _matching(word, list(RUNNERS))]
+    if wanted and len(names) > 1:  # of a pattern, what has such settings
+        trial = Session(scale, work, only=wanted)
+        names = [n for n in names if n not in RUNNERS or set(settings_of(n, trial)) & set(wanted)]
     jobs = default_jobs() if jobs is None else jobs
     o.set_threads(threads)
     begun = time.monotonic()
@@ -96,18 +100,19 @@ def reproduce(
                 data_root=data_root,
                 seeds=seeds,
                 budget=budget,
-                only=o.words(only) or (),
+                only=wanted,
             )
         for name in names:
             left = None if budget is None else max(0.0, budget - (time.monotonic() - begun))
             shown = not quiet and jobs == 1
-            path = run(
-                name, scale, results, work, data_root, seeds, left, jobs, shown, say, o.words(only) or ()
-            )
+            path = run(name, scale, results, work, data_root, seeds, left, jobs, shown, say, wanted)
             o.note(f"{name} at scale {scale}: {path}")
     except OutOfTime as error:
         o.note(str(error))
         raise typer.Exit(LATER) from None
+    except KeyboardInterrupt:
+        errors.print("interrupted: the same command goes on where it stopped")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _matching(word: str, names: list[str]) -> list[str]:

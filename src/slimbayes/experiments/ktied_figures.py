@@ -86,7 +86,7 @@ def figure3(session: Session) -> Outcome:
 
 def figure12(session: Session) -> Outcome:
     """Spectra of the ResNet's layers."""
-    outcome = Outcome(session, ("resnet",))
+    outcome = Outcome(session, session.chosen("resnet"))
     outcome.curves += spectra(session, "resnet")
     table, checks = _explained(session, "resnet")
     outcome.tables.append(table)
@@ -127,7 +127,7 @@ def figure4(session: Session) -> Outcome:
 
 def figure11(session: Session) -> Outcome:
     """Heat maps of convolutions of the ResNet, kernels as [h·w·inputs, outputs]."""
-    outcome = Outcome(session, ("resnet",))
+    outcome = Outcome(session, session.chosen("resnet"))
     matrices = analysis.matrices(train(session, converged(session, "resnet")[0]).model)
     for layer in ("block1.conv2", "block2.conv2", "block4.conv2"):
         words = f"{TITLES['resnet']}: σ of {layer}"

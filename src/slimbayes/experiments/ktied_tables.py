@@ -125,7 +125,7 @@ def resnet_table(name: str, setting: str, columns: Sequence[str]) -> Any:
     """Figure 5, Tables 3 and 5 and Figure 9: columns of the same post-hoc study."""
 
     def report(session: Session) -> Outcome:
-        outcome = Outcome(session, (setting,))
+        outcome = Outcome(session, session.chosen(setting))
         table = posthoc(session, setting).select(*columns)
         outcome.tables.append(table)
         if "nll" in columns:
@@ -180,7 +180,7 @@ def trained_checks(table: Table, setting: str) -> list[dict[str, Any]]:
 
 def local(session: Session) -> Outcome:
     """The MNIST table of Figure 6 with the local estimator, beside the shared one."""
-    outcome = Outcome(session, ("mnist",))
+    outcome = Outcome(session, session.chosen("mnist"))
     table = trained_table(session, "mnist", "local").select("neg_elbo", "nll", "accuracy", "parameters_k")
     shared = trained_table(session, "mnist").select("neg_elbo", "nll", "accuracy", "parameters_k")
     joined = Table("mnist", TITLES["mnist"], table.columns)
@@ -250,9 +250,11 @@ def tuning_jobs(session: Session) -> list[Job]:
 
 def tuning(session: Session) -> Outcome:
     """Validation figures over the paper's grids: the lowest NLL of a row (−ELBO without annealing) is chosen."""
-    outcome = Outcome(session, ("mnist", "cifar100"))
+    outcome = Outcome(session, session.chosen("mnist", "cifar100"))
     tables: dict[tuple[str, str], Table] = {}
     for job in tuning_jobs(session):
+        if job.setting not in outcome.settings:
+            continue
         assert job.choice is not None
         prepared = prepare(session, job.setting)
         figures, errors = session.figures(train(session, job), "trained", prepared, 16, split="validation")

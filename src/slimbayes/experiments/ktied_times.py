@@ -116,7 +116,7 @@ def timed(session: Session) -> list[Job]:
 
 def time_to_elbo(session: Session) -> Outcome:
     """Seconds of training until the validation −ELBO has fallen to given values."""
-    outcome = Outcome(session, ("mnist",))
+    outcome = Outcome(session, session.chosen("mnist"))
     lines, runs = [], {}
     for job in timed(session):
         probes = train(session, job).probes

@@ -29,7 +29,8 @@ NOTE = "<!-- Written by slimbayes report from the JSON files of results: do not 
 INTRO = """\
 Every table and figure of the papers, and what came out here. Ours stand beside the paper's numbers; each number is
 read from the JSON file that the section names. Scales: desk is a small run on a CPU, gpu a run on one GPU, shortened
-where its deviations say so, paper the full one. Everything on one page, with light and dark: [results.html](results.html)."""
+where its deviations say so, paper the full one. Everything on one page, with light and dark:
+[results.html](results.html)."""
 HTML = "results.html"
 
 

@@ -20,7 +20,7 @@ from slimbayes.experiments import ktied_figures, ktied_tables, ktied_times
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.ktied_recipes import Job, deviations, recipe, seeds_of, size_of, train
 from slimbayes.experiments.outcome import Outcome
-from slimbayes.experiments.results import FORMAT, write_result
+from slimbayes.experiments.results import FORMAT, read_result, result_path, write_result
 from slimbayes.experiments.session import OutOfTime, Session
 from slimbayes.provenance import provenance
 
@@ -128,6 +128,10 @@ def reproduce(
         "only": tuple(only),
     }
     session = Session(**options, progress=progress, say=say)  # type: ignore[arg-type]
+    needed = settings_of(name, session)
+    if needed:
+        session.chosen(*needed)  # raises if nothing is left
+        _check_whole(result_path(results, name, scale), needed, session)
     wanted = _wanted(runner, session)
     number = default_jobs() if jobs is None else jobs
     if number > 1 and not runner.alone:
@@ -142,7 +146,7 @@ def reproduce(
         "settings": {setting: _setting(session, setting, wanted) for setting in outcome.settings},
         "tables": [table.document() for table in outcome.tables], "curves": outcome.curves, "maps": outcome.maps,
         "checks": outcome.checks,
-        "deviations": _deviations(session, runner, outcome),
+        "deviations": _deviations(session, name, outcome),
         "runs": session.runs,
         "provenance": provenance(
             seconds=time.monotonic() - begun, training_seconds=trained,
@@ -151,6 +155,24 @@ def reproduce(
         ),
     }  # fmt: skip
     return write_result(document, results)
+
+
+def settings_of(name: str, session: Session) -> tuple[str, ...]:
+    """The settings whose networks an experiment needs."""
+    return tuple(dict.fromkeys(job.setting for plan in RUNNERS[name].jobs for job in plan(session)))
+
+
+def _check_whole(path: Path, needed: tuple[str, ...], session: Session) -> None:
+    """A result of some settings must not take the place of one that has more."""
+    left_out = [setting for setting in needed if setting not in session.chosen(*needed)]
+    if not left_out or not path.exists():
+        return
+    held = [setting for setting in left_out if setting in (read_result(path).get("settings") or {})]
+    if held:
+        raise ValueError(
+            f"{path} also holds {', '.join(held)}, which a result of {', '.join(session.only)} alone would take "
+            f"from it: leave out --only, or choose another folder of results"
+        )
 
 
 def default_jobs() -> int:
@@ -163,10 +185,10 @@ def _wanted(runner: Runner, session: Session) -> list[Job]:
     return [job for job in found if not session.only or job.setting in session.only]
 
 
-def _deviations(session: Session, runner: Runner, outcome: Outcome) -> list[str]:
+def _deviations(session: Session, name: str, outcome: Outcome) -> list[str]:
     """Where this call differs from the paper: settings that were not run, scales, and what the runner says."""
-    names = dict.fromkeys(job.setting for plan in runner.jobs for job in plan(session))
-    missing = [f"{name}: not run at this scale." for name in names if name not in outcome.settings]
+    names = settings_of(name, session)
+    missing = [f"{setting}: not run at this scale." for setting in names if setting not in outcome.settings]
     return [
         *missing,
         *[text for s in outcome.settings for text in deviations(session, s)],

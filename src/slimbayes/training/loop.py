@@ -220,11 +220,7 @@ class Run:
                 if bar is not None:
                     bar.show(self.step, _short(last, self.source.num_data), rate)
                 if ended or logs:
-                    try:
-                        self._log(epoch, rate, ended)
-                    except BaseException:  # a callback may stop the run: what was trained until now is kept
-                        keep(self)
-                        raise
+                    self._log(epoch, rate, ended)
             if due:
                 keep(self)
             if ended or self.done:
@@ -317,7 +313,11 @@ class Run:
             named = {f"train/{k}": v for k, v in row.items() if k != "step"}
             self.logger.log_metrics(named, step=self.step)
         if self.callback is not None and self.fabric.is_global_zero:
-            self.callback(self.step, row)
+            try:
+                self.callback(self.step, row)
+            except BaseException:  # it may stop the run: what was trained until now is kept
+                keep(self)
+                raise
 
     def _validate(self) -> Row:
         """Figures on the validation data, from the first process; decides on early stopping for all."""

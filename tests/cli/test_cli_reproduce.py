@@ -34,7 +34,7 @@ def test_list_shows_every_entry_and_where_results_lie(slimbayes, tmp_path):
     ("words", "said"),
     [
         ((), "which experiment?"),
-        (("ktied/tabel2",), "the closest are ktied/table2"),
+        (("ktied/table1", "ktied/tabel2"), "the closest are ktied/table2"),
         (("nothing/*",), "no entry with code matches 'nothing/*'"),
         (("rank1/table1",), "cannot be run yet"),
         (("ktied/table1", "--scale", "huge"), "scale='huge' is unknown; use one of smoke"),

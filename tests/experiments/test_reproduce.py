@@ -283,3 +283,85 @@ def test_a_result_of_some_settings_does_not_replace_one_of_more(tmp_path):
     assert path.read_text() == before
     with pytest.raises(ValueError, match="leaves nothing of resnet"):
         reproduce("ktied/figure11", "smoke", only=("mnist",), **options)
+
+
+def test_a_fault_in_a_probe_leaves_no_gap(tmp_path, monkeypatch):
+    small = Session("smoke", tmp_path, progress=False)
+    job = Job("mnist", "probed", "2-tied", 0)
+    measure = Session.measure
+
+    def failing(self, *rest, **more):
+        if len(json.loads(probes.read_text())) == 1 if probes.exists() else False:
+            raise KeyboardInterrupt
+        return measure(self, *rest, **more)
+
+    folder = train(Session("smoke", tmp_path / "whole", progress=False), job).folder
+    probes = tmp_path / folder.relative_to(tmp_path / "whole") / "probes.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "measure", failing)
+        with pytest.raises(KeyboardInterrupt):
+            train(small, job)
+    found = train(small, job).probes
+    assert list(found) == ["4", "8", "12", "16", "20"]
+    whole = json.loads((folder / "probes.json").read_text())
+    assert [found[step]["neg_elbo"] for step in found] == pytest.approx(
+        [whole[step]["neg_elbo"] for step in whole]
+    )
+
+
+@pytest.mark.parametrize("damage", ["run.json", "probes.json", "training.safetensors", "measured.json"])
+@pytest.mark.parametrize("content", ["[]", "{}", None])
+def test_damaged_work_is_made_again(tmp_path, damage, content):
+    small = Session("smoke", tmp_path, progress=False)
+    job = Job("mnist", "converged", "Mean-field", 0)
+    first = train(small, job)
+    prepared = small.prepared("digits", Scaling((0.5,), (0.5,), 1 / 255), 200)
+    figures = small.figures(first, "trained", prepared, 2)
+    path = first.folder / damage
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    again = train(small, job)
+    assert again.steps == first.steps and list(again.probes) == list(first.probes)
+    assert small.figures(again, "trained", prepared, 2)[0] == pytest.approx(figures[0])
+
+
+def test_what_was_measured_of_other_weights_is_measured_again(tmp_path):
+    small = Session("smoke", tmp_path, progress=False)
+    found = train(small, Job("mnist", "annealed", "2-tied", 0))
+    prepared = small.prepared("digits", Scaling((0.5,), (0.5,), 1 / 255), 200)
+    before = small.figures(found, "trained", prepared, 2)[0]
+    with torch.no_grad():
+        found.model.output.bias += 1.0
+        found.model.output.bias[0] += 5.0
+    assert small.figures(found, "trained", prepared, 2)[0] == before, "kept"
+    sb.save(found.model, found.folder / "model.safetensors")
+    assert small.figures(found, "trained", prepared, 2)[0]["nll"] > before["nll"]
+
+
+def test_other_preparations_are_other_networks(tmp_path):
+    small = Session("smoke", tmp_path, progress=False)
+    job = Job("mnist", "annealed", "2-tied", 0)
+    made = recipe(small, "mnist", "annealed", "2-tied")
+    one = train(small, job)
+    other = small.trained(made, small.prepared("digits", Scaling((0.5,), (0.5,), 1 / 255), 100), 0)
+    assert one.folder != other.folder
+    (one.folder / "model.safetensors").unlink()
+    with pytest.raises(sb.CheckpointError, match="delete the folder to train again"):
+        train(small, job).parameters  # noqa: B018 - a property that reads the file
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"seeds": 0}, "give at least 1"), ({"budget": -1.0}, "give seconds, at least 0")]
+)
+def test_sessions_check_their_numbers(tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        Session("smoke", tmp_path, **options)
+
+
+def test_the_callers_settings_come_back(tmp_path):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    reproduce("ktied/table4", "smoke", tmp_path, tmp_path, progress=False)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
-from slimbayes.training import TrainingError
+from slimbayes.training import StopTraining, TrainingError
 from slimbayes.training.state import read_state, write_state
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -299,31 +299,57 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         sb.fit(build(), (x * float("inf"), y), epochs=1, batch_size=10, progress=False)
 
 
-def test_a_callback_that_stops_a_run_leaves_its_state(tmp_path):
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_callback_can_stop_a_run(tmp_path, kept):
     torch.manual_seed(0)
     x, y = torch.randn(40, 3), torch.randint(2, (40,))
-    settings = {"epochs": 4, "batch_size": 10, "log_every": 3, "checkpoint_every": 100, "progress": False}
+    settings = {"epochs": 4, "batch_size": 10, "log_every": 3, "checkpoint_every": 5, "progress": False}
 
     def model():
         torch.manual_seed(1)
         return sb.bayesianize(nn.Linear(3, 2), sb.MeanField())
 
     def stop(step, row):
-        if step == 6:
-            raise KeyError("enough")
+        if step == 8:
+            raise StopTraining("enough") if kept else KeyError("a fault")
 
     whole = model()
-    sb.fit(whole, (x, y), **settings)
-    with pytest.raises(KeyError, match="enough"):
+    first = sb.fit(whole, (x, y), **settings)
+    with pytest.raises(StopTraining if kept else KeyError):
         sb.fit(model(), (x, y), folder=tmp_path, callback=stop, **settings)
     seen = []
     again = model()
     result = sb.fit(
         again, (x, y), folder=tmp_path, resume=True, callback=lambda s, r: seen.append(s), **settings
     )
-    assert seen[0] == 8 and [row["step"] for row in result.history][:3] == [3, 4, 6]
+    assert seen[0] == (9 if kept else 6), "stopped: after the row; a fault: from the last state, at step 5"
+    assert [row["step"] for row in result.history] == [row["step"] for row in first.history]
     for one, other in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_run_that_stops_early_between_checkpoints_leaves_its_state(tmp_path):
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3), torch.randint(2, (40,))
+    model = sb.bayesianize(nn.Linear(3, 2), sb.Deterministic())
+    settings = {"epochs": 50, "batch_size": 10, "lr": 1.0, "checkpoint_every": 10_000, "early_stopping": 1}
+    result = sb.fit(model, (x, y), validation=(x, 1 - y), folder=tmp_path, progress=False, **settings)
+    assert result.stopped_early and result.step < 200
+    assert read_state(tmp_path / "training.safetensors")[1]["done"]
+
+
+def test_a_state_from_before_a_setting_was_there_is_taken_up(tmp_path):
+    x, y = torch.randn(20, 3), torch.randint(2, (20,))
+    model = sb.bayesianize(nn.Linear(3, 2), sb.MeanField())
+    sb.fit(model, (x, y), epochs=2, batch_size=10, folder=tmp_path, progress=False)
+    path = tmp_path / "training.safetensors"
+    tensors, facts = read_state(path)
+    for name in ("kl_every", "kl_coefficient", "capture"):
+        del facts["settings"][name]
+    write_state(path, tensors, facts)
+    assert (
+        sb.fit(model, (x, y), epochs=2, batch_size=10, folder=tmp_path, resume=True, progress=False).step == 4
+    )
 
 
 def test_checkpoints_every_so_many_steps_are_not_also_written_every_epoch(tmp_path, monkeypatch):

@@ -76,12 +76,13 @@ def reproduce(
         raise ConfigError(
             "which experiment? Name one, as ktied/table2; slimbayes reproduce --list shows them all"
         )
-    from slimbayes.experiments.running import RUNNERS, default_jobs, settings_of, train_for
+    from slimbayes.experiments.running import RUNNERS, check_names, default_jobs, settings_of, train_for
     from slimbayes.experiments.running import reproduce as run
     from slimbayes.experiments.session import OutOfTime, Session
 
     wanted = o.words(only) or ()
-    names = [name for word in experiment for name in _matching(word, list(RUNNERS))]
+    names = list(dict.fromkeys(name for word in experiment for name in _matching(word, list(RUNNERS))))
+    check_names(names)
     if wanted and len(names) > 1:  # of a pattern, what has such settings
         trial = Session(scale, work, only=wanted)
         names = [n for n in names if n not in RUNNERS or set(settings_of(n, trial)) & set(wanted)]

@@ -104,10 +104,12 @@ def permutation(
     >>> permutation(5, seed=0, name="example").sort().values.tolist()
     [0, 1, 2, 3, 4]
     """
-    numbers = torch.arange(count, device=device)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
+    kind = torch.device("cpu" if device is None else device).type
+    place = device if kind == "cuda" else "cpu"  # not every device multiplies 64-bit integers
+    numbers = torch.arange(count, device=place)
+    zero = torch.zeros((), dtype=torch.int64, device=place)
     words = philox((numbers, zero + stream, zero, zero), layer_key(seed, name))
-    return ((words[0] << 30) ^ words[1]).argsort(stable=True)
+    return ((words[0] << 30) ^ words[1]).argsort(stable=True).to(device or "cpu")
 
 
 def as_fraction(test: float | str | os.PathLike[str]) -> float | None:

@@ -239,8 +239,9 @@ _BEYOND = (
         errata=("The printed numbers are Table 2's, of the clipped SVD.", _GRIDS), beyond=True,
     ),
     Experiment(
-        "ktied/tuning", "Beyond: tuning", "Learning rates, prior scales and annealing over the paper's grids",
-        "Which hyper-parameters of the paper's grids win on validation data; the paper does not print them.",
+        "ktied/tuning", "Beyond: tuning", "Learning rates, prior scales and annealing from the paper's grids",
+        "Which hyper-parameters of the paper's grids, or of a part of them, win on validation data; the paper does not "
+        "print them.",
         (_mnist(_family(), _ANNEALED), _cifar100(_family(), _ANNEALED)), ("neg_elbo", "nll", "accuracy"),
         errata=(_GRIDS,), beyond=True,
     ),

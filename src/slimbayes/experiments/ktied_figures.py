@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slimbayes import analysis
-from slimbayes.experiments.ktied_recipes import LABELS, Job, seeds_of, size_of, train
+from slimbayes.experiments.ktied_recipes import LABELS, Job, choices, seeds_of, size_of, train
 from slimbayes.experiments.ktied_tables import (
     DENSE,
     TITLES,
@@ -189,6 +189,7 @@ def figure6(session: Session) -> Outcome:
     outcome = Outcome(session, session.chosen("mnist", "cifar100"))
     for setting in outcome.settings:
         table = trained_table(session, setting)
+        outcome.deviations.append(choices(session, setting))
         outcome.checks += trained_checks(table, setting)
         outcome.tables.append(table.select("neg_elbo", "nll", "accuracy", "parameters_k", "parameters"))
     if "mnist" in outcome.settings:

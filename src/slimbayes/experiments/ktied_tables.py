@@ -10,7 +10,16 @@ from torch import nn
 
 from slimbayes import analysis
 from slimbayes.compressing import compress
-from slimbayes.experiments.ktied_recipes import LABELS, Choice, Job, prepare, seeds_of, size_of, train
+from slimbayes.experiments.ktied_recipes import (
+    LABELS,
+    Choice,
+    Job,
+    choices,
+    prepare,
+    seeds_of,
+    size_of,
+    train,
+)
 from slimbayes.experiments.outcome import Outcome, Table, check
 from slimbayes.experiments.session import Session, count_parameters
 
@@ -185,9 +194,10 @@ def local(session: Session) -> Outcome:
     shared = trained_table(session, "mnist").select("neg_elbo", "nll", "accuracy", "parameters_k")
     joined = Table("mnist", TITLES["mnist"], table.columns)
     for label in LABELS:
+        joined.take(label, shared.rows[label])
         joined.take(f"{label}, local", table.rows[label])
-        joined.take(f"{label}, shared", shared.rows[label])
     outcome.tables.append(joined)
+    outcome.deviations.append(choices(session, "mnist"))
     return outcome
 
 

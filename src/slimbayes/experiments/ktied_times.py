@@ -132,9 +132,8 @@ def time_to_elbo(session: Session) -> Outcome:
     )
     worst_end = max(values[-1] for _, _, values in runs.values())
     start = max(values[0] for _, _, values in runs.values())
-    levels = [
-        float(f"{level:.2g}") for level in (start / 2, start / 5, 1.05 * worst_end) if level >= worst_end
-    ]
+    rounded = [float(f"{level:.2g}") for level in (start / 2, start / 5, 1.1 * worst_end)]
+    levels = list(dict.fromkeys(level for level in rounded if level >= worst_end))
     columns = tuple(f"to {level:g}, s" for level in levels)
     table = Table(
         "mnist-time", "Seconds of training to a validation −ELBO", (*columns, "step, ms", "last −ELBO")

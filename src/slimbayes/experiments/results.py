@@ -48,7 +48,13 @@ def write_result(document: dict[str, Any], folder: str | Path) -> Path:
     """Check a result and write it, whole: floats at six significant digits."""
     check_result(document, "the new result")
     path = result_path(folder, document["experiment"], document["scale"])
-    return write_whole(path, json.dumps(_rounded(document), ensure_ascii=False, indent=1) + "\n")
+    try:
+        text = json.dumps(_rounded(document), ensure_ascii=False, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise ResultError(
+            f"the result of {document['experiment']} holds a number that is not finite"
+        ) from error
+    return write_whole(path, text + "\n")
 
 
 def read_result(path: str | Path) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from slimbayes.experiments import ktied_figures, ktied_tables, ktied_times
 from slimbayes.experiments.catalogue import find
-from slimbayes.experiments.ktied_recipes import Job, deviations, recipe, seeds_of, size_of, train
+from slimbayes.experiments.ktied_recipes import Job, deviations, recipe, size_of, train
 from slimbayes.experiments.outcome import Outcome
 from slimbayes.experiments.results import FORMAT, read_result, result_path, write_result
 from slimbayes.experiments.session import OutOfTime, Session
@@ -115,9 +116,8 @@ def reproduce(
         say: called with a sentence now and then.
         only: settings of the entry that are run, as "mnist"; none: all.
     """
-    experiment = find(name)
-    if name not in RUNNERS:
-        raise ValueError(f"{name} ({experiment.item}) cannot be run yet; it needs {experiment.needs}")
+    check_names([name])
+    begun = time.monotonic()
     runner = RUNNERS[name]
     options = {
         "scale": scale,
@@ -136,10 +136,10 @@ def reproduce(
     number = default_jobs() if jobs is None else jobs
     if number > 1 and not runner.alone:
         _train_together(wanted, options, number, say)
-    begun = time.monotonic()
-    for job in wanted:
-        train(session, job)
-    outcome = runner.report(session)
+    with settings_kept():
+        for job in wanted:
+            train(session, job)
+        outcome = runner.report(session)
     trained = sum(run["seconds"] for run in session.runs)
     document = {
         "format": FORMAT, "version": 1, "experiment": name, "scale": scale,
@@ -155,6 +155,30 @@ def reproduce(
         ),
     }  # fmt: skip
     return write_result(document, results)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise on a name that is no entry, or on an entry without code."""
+    for name in names:
+        experiment = find(name)
+        if name not in RUNNERS:
+            raise ValueError(f"{name} ({experiment.item}) cannot be run yet; it needs {experiment.needs}")
+
+
+@contextlib.contextmanager
+def settings_kept() -> Iterator[None]:
+    """Torch's precision and random state come back as the caller had them."""
+    kept = (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+    )
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(kept[0])
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = kept[1:]
 
 
 def settings_of(name: str, session: Session) -> tuple[str, ...]:
@@ -207,16 +231,17 @@ def train_for(names: Sequence[str], jobs: int, say: Callable[[str], None] = prin
 
 
 def _setting(session: Session, setting: str, jobs: Iterable[Job]) -> dict[str, Any]:
-    """What was run of a setting, as plain values."""
-    size = size_of(setting, session.scale)
+    """What was run of a setting, as plain values; the runs themselves have their training settings."""
     mine = [job for job in jobs if job.setting == setting]
-    methods = {
-        f"{job.label}, {job.purpose}": recipe(
-            session, setting, job.purpose, job.label, job.choice, job.estimator
-        ).method
-        for job in mine
+    methods: dict[str, list[str]] = {}
+    for job in mine:
+        made = recipe(session, setting, job.purpose, job.label, job.choice, job.estimator)
+        methods.setdefault(f"{job.label}, {job.purpose}", []).append(made.method)
+    return {
+        **dataclasses.asdict(size_of(setting, session.scale)),
+        "seeds": sorted({job.seed for job in mine}),
+        "methods": {label: list(dict.fromkeys(texts)) for label, texts in methods.items()},
     }
-    return {**dataclasses.asdict(size), "seeds": len(seeds_of(session, setting)), "methods": methods}
 
 
 def _train_together(
@@ -226,7 +251,10 @@ def _train_together(
     context = multiprocessing.get_context("spawn")
     turn = context.Value("i", 0)
     pool = concurrent.futures.ProcessPoolExecutor(
-        min(number, len(jobs)) or 1, context, _prepare, (options, turn, torch.cuda.device_count())
+        min(number, len(jobs)) or 1,
+        context,
+        _prepare,
+        (options, turn, torch.cuda.device_count(), _threads(number)),
     )
     late: OutOfTime | None = None
     try:
@@ -258,10 +286,16 @@ def _train_together(
 _session: Session | None = None  # of a process that works for another
 
 
-def _prepare(options: dict[str, Any], turn: Any, gpus: int) -> None:
+def _threads(processes: int) -> int:
+    """Threads of each of so many processes: together as many as this one has."""
+    return max(1, torch.get_num_threads() // processes)
+
+
+def _prepare(options: dict[str, Any], turn: Any, gpus: int, threads: int) -> None:
     """Make a process ready; with several GPUs each takes the next one."""
     global _session
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
+    torch.set_num_threads(threads)
     if gpus > 1:
         with turn.get_lock():
             number, turn.value = turn.value, turn.value + 1

@@ -26,13 +26,16 @@ from slimbayes.files import write_whole
 from slimbayes.objective import kl
 from slimbayes.provenance import commit, hardware, now
 from slimbayes.specs import network_builder, parse_method
-from slimbayes.training import Training, fit, mixed_seed
+from slimbayes.training import StopTraining, Training, fit, mixed_seed
+from slimbayes.training.keeping import STATE
+from slimbayes.training.state import read_state
 
 MODEL, FACTS, PROBES, MEASURED = "model.safetensors", "run.json", "probes.json", "measured.json"
+MEASURE = 1  # raise it when measure, sb.compress or analysis.truncate change what they give
 Figures = dict[str, float]
 
 
-class OutOfTime(RuntimeError):
+class OutOfTime(StopTraining):
     """The time of this call is spent; the same command goes on where it stopped."""
 
 
@@ -42,6 +45,7 @@ class Prepared:
 
     data: Dataset
     validation: Split
+    key: str = ""  # how it was made: part of what tells networks apart
 
     @property
     def num_train(self) -> int:
@@ -125,6 +129,10 @@ class Session:
     ) -> None:
         if scale not in SCALES:
             raise ValueError(f"scale={scale!r} is unknown; use one of {', '.join(SCALES)}")
+        if seeds is not None and seeds < 1:
+            raise ValueError(f"seeds={seeds}: give at least 1, or None for the scale's own")
+        if budget is not None and not budget >= 0:
+            raise ValueError(f"budget={budget}: give seconds, at least 0")
         self.scale, self.data_root, self.seeds = scale, data_root, seeds
         self.work, self.only = Path(work), tuple(only)
         self.progress, self.say = progress, say
@@ -155,7 +163,7 @@ class Session:
                 data = _without_mean(data)
             kept = len(data.train) - held_out
             validation = data.train[kept:] if held_out else data.test
-            self._data[key] = Prepared(replace(data, train=data.train[:kept]), validation)
+            self._data[key] = Prepared(replace(data, train=data.train[:kept]), validation, repr(key[1:]))
         return self._data[key]
 
     def check_time(self) -> None:
@@ -176,11 +184,11 @@ class Session:
         seconds of training until then. A run whose time is measured is not resumed.
         """
         facts = json.loads(json.dumps({**recipe.facts(seed), "every": every}))
-        facts["data"] = self.used[recipe.data]["fingerprint"]
+        facts |= {"data": self.used[recipe.data]["fingerprint"], "prepared": prepared.key}
         folder = self._folder(recipe, seed, facts)
         shape, outputs = prepared.data.shape, prepared.data.num_outputs
-        known = _read(folder / FACTS)
-        if known is None or known["facts"] != facts:
+        known = _finished(folder, facts, every)
+        if known is None:
             self.check_time()
             known = self._train(recipe, prepared, seed, folder, facts, probe, every, resume)
 
@@ -205,7 +213,12 @@ class Session:
         probe: Probe | None, every: int, resume: bool,
     ) -> dict[str, Any]:  # fmt: skip
         model = recipe.build(prepared.data.shape, prepared.data.num_outputs, seed)
-        found: dict[str, Any] = (_read(folder / PROBES) or {}) if resume else {}
+        state = read_state_step(folder) if resume else 0
+        found = {step: kept for step, kept in (_read(folder / PROBES) or {}).items() if int(step) <= state}
+        missing = [step for step in range(every, state + 1, every) if str(step) not in found] if every else []
+        if missing:  # what was measured is gone: train from the start rather than leave a gap
+            resume, found = False, {}
+        (folder / MEASURED).unlink(missing_ok=True)
         aside = 0.0  # seconds that were not training
 
         def callback(step: int, row: dict[str, float]) -> None:
@@ -243,10 +256,16 @@ class Session:
         self, trained: Trained, variant: str, prepared: Prepared, samples: int,
         make: Callable[[], nn.Module] | None = None, split: str = "test",
     ) -> tuple[Figures, Figures]:  # fmt: skip
-        """``measure`` of a trained network, or of what ``make`` makes of it; kept beside the network."""
+        """``measure`` of a trained network, or of what ``make`` makes of it; kept beside the network.
+
+        What was measured of other weights, or by other code than that of version ``MEASURE``, is measured again.
+        """
         key = f"{variant}, {samples} samples, {split}"
         path = trained.folder / MEASURED
+        state = {"version": MEASURE, "weights": _digest(trained.folder / MODEL)}
         known: dict[str, Any] = _read(path) or {}
+        if known.get("state") != state:
+            known = {"state": state}
         if key not in known:
             self.check_time()
             known[key] = self.measure(trained.model if make is None else make(), prepared, samples, split)
@@ -324,9 +343,33 @@ def _changed(training: Training) -> dict[str, Any]:
     }
 
 
+def _finished(folder: Path, facts: dict[str, Any], every: int) -> dict[str, Any] | None:
+    """What is known of a network that was trained to its end, with all its probes; None if it was not."""
+    known = _read(folder / FACTS)
+    if known is None or known.get("facts") != facts or not {"steps", "seconds"} <= known.keys():
+        return None
+    probes = _read(folder / PROBES) or {}
+    if every and any(str(step) not in probes for step in range(every, known["steps"] + 1, every)):
+        return None
+    return known
+
+
+def read_state_step(folder: Path) -> int:
+    """The step at which a run can be resumed; 0 where there is no whole state."""
+    try:
+        return int(read_state(folder / STATE)[1]["step"])
+    except (CheckpointError, OSError, KeyError, TypeError, ValueError):
+        (folder / STATE).unlink(missing_ok=True)
+        return 0
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None

@@ -3,12 +3,13 @@
 from slimbayes.training.loop import FitResult, fit
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Source, hold_out, make_source, mixed_seed
-from slimbayes.training.step import Objective, TrainingError, make_fabric
+from slimbayes.training.step import Objective, StopTraining, TrainingError, make_fabric
 
 __all__ = [
     "FitResult",
     "Objective",
     "Source",
+    "StopTraining",
     "Training",
     "TrainingError",
     "fit",

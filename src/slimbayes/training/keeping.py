@@ -10,6 +10,7 @@ from torch import Tensor
 from slimbayes.checkpoint import CheckpointError, describe_methods
 from slimbayes.record import find_record
 from slimbayes.training.monitor import Row
+from slimbayes.training.settings import Training
 from slimbayes.training.state import optimizer_tensors, read_state, restore_optimizer, write_state
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def take_up(run: Run) -> list[Row]:
     if not path.exists():
         return []
     tensors, facts = read_state(path)
+    # Settings that are newer than the file had no other value than their default.
+    facts["settings"] = {**_bound(Training()), **facts["settings"]}
     for key, value in _identity(run).items():
         if facts.get(key) != value:
             raise CheckpointError(
@@ -79,17 +82,21 @@ def put_weights(run: Run, tensors: dict[str, Tensor]) -> None:
 
 def _identity(run: Run) -> dict[str, Any]:
     """What a resumed run must share with the one that was stopped, as JSON gives it back."""
-    settings = {name: value for name, value in run.settings.to_dict().items() if name not in FREE}
     record = find_record(run.model)
     methods = [
         f"{entry['name']}({', '.join(f'{name}={value}' for name, value in entry['options'].items())})"
         for entry in describe_methods(record)
     ]
     found = {
-        "settings": settings, "num_data": run.source.num_data, "per_epoch": run.per_epoch, "method": "; ".join(methods),
-        "data": run.fingerprint,
+        "settings": _bound(run.settings), "num_data": run.source.num_data, "per_epoch": run.per_epoch,
+        "method": "; ".join(methods), "data": run.fingerprint,
     }  # fmt: skip
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
+def _bound(settings: Training) -> dict[str, Any]:
+    """The settings that a resumed run must share."""
+    return {name: value for name, value in settings.to_dict().items() if name not in FREE}
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_s
 from slimbayes.training.state import remove_partial
 from slimbayes.training.step import (
     Objective,
+    StopTraining,
     TrainingError,
     channels_last,
     in_dtype,
@@ -75,8 +76,9 @@ def fit(
     ``Training``; single ones may be given by name: ``sb.fit(model, data, epochs=10, lr=0.01)``. With a ``folder``
     the run writes its state and history there and ``resume=True`` goes on where it stopped, to the same weights.
     A row of history holds the means over the steps since the row before; there is one every ``log_every`` steps
-    and at the end of an epoch. ``callback(step, row)`` is called with each; what it raises ends the run, whose state is
-    kept first. ``on_start()`` is called once, when everything has been checked and before anything is written.
+    and at the end of an epoch. ``callback(step, row)`` is called with each; if it raises
+    ``slimbayes.training.StopTraining`` the state is kept first. ``on_start()`` is called once, when everything has been
+    checked and before anything is written.
 
     >>> import slimbayes as sb
     >>> _ = torch.manual_seed(0)
@@ -221,7 +223,7 @@ class Run:
                     bar.show(self.step, _short(last, self.source.num_data), rate)
                 if ended or logs:
                     self._log(epoch, rate, ended)
-            if due:
+            if due or (self.done and self.folder is not None):  # stopped early
                 keep(self)
             if ended or self.done:
                 return
@@ -315,7 +317,7 @@ class Run:
         if self.callback is not None and self.fabric.is_global_zero:
             try:
                 self.callback(self.step, row)
-            except BaseException:  # it may stop the run: what was trained until now is kept
+            except StopTraining:
                 keep(self)
                 raise
 
@@ -346,7 +348,7 @@ class Run:
     def _checkpoint_due(self, ended: bool) -> bool:
         every = self.settings.checkpoint_every
         if every is not None:
-            ended = self.step == self.steps or self.done
+            ended = self.step == self.steps
         return self.folder is not None and (ended or (every is not None and self.step % every == 0))
 
 

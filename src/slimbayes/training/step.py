@@ -25,6 +25,10 @@ class TrainingError(RuntimeError):
     """Training that cannot go on, with the step and the remedy."""
 
 
+class StopTraining(Exception):
+    """What a callback raises to end a run whose state is to be kept: ``resume=True`` goes on from there."""
+
+
 class Objective(nn.Module):
     """One forward pass of the loss: draws, their nll and the KL, apart from its weight.
 

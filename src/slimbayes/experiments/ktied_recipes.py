@@ -201,8 +201,9 @@ def choices(session: Session, setting: str) -> str:
             f"{label} lr {training.lr:g}, {training.kl_coefficient:g} per batch, at the end {weight:.2g}"
         )
     return (
-        f"{setting}: learning rate and annealing of each row have the lowest validation NLL of the sweep (ktied/tuning), "
-        f"not the lowest −ELBO: {'; '.join(parts)}. The −ELBO of rows that end with a small KL weight is high."
+        f"{setting}: learning rate and annealing of each row have the lowest validation NLL of the sweep "
+        f"(ktied/tuning), not the lowest −ELBO: {'; '.join(parts)}. Rows that end with a small KL weight have a high "
+        f"−ELBO."
     )
 
 

@@ -149,12 +149,23 @@ def reproduce(
         "deviations": _deviations(session, name, outcome),
         "runs": session.runs,
         "provenance": provenance(
-            seconds=time.monotonic() - begun, training_seconds=trained,
+            command=_command(name, session, number), seconds=time.monotonic() - begun, training_seconds=trained,
             fingerprints={name: facts["fingerprint"] for name, facts in session.used.items()},
             seeds=sorted({run["seed"] for run in session.runs}),
         ),
     }  # fmt: skip
     return write_result(document, results)
+
+
+def _command(name: str, session: Session, jobs: int) -> str:
+    """The command that gives this result anywhere: without the folders of this machine."""
+    more = {
+        "seeds": session.seeds,
+        "only": ",".join(session.only) or None,
+        "jobs": jobs if jobs > 1 else None,
+    }
+    words = [f"--{option} {value}" for option, value in more.items() if value is not None]
+    return " ".join([f"slimbayes reproduce {name} --scale {session.scale}", *words])
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -47,13 +47,13 @@ def hardware() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that slimbayes runs from, with "+" if it was changed; None if installed."""
+    """The commit of the checkout that slimbayes runs from, with "+" if its sources were changed; None if installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no", "src") else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -134,3 +134,57 @@ def test_what_lives_between_steps_is_refused(method, words):
     model = sb.bayesianize(network(), method)
     with pytest.raises(ValueError, match=words):
         check_recordable(model, Training(capture=True), Fabric())
+
+
+class StandIn:
+    """Streams, graphs and their contexts without a GPU: a graph runs its step again when it is replayed."""
+
+    def __init__(self, *arguments):
+        self.replays = 0
+
+    def wait_stream(self, other):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+    def replay(self):
+        self.replays += 1
+        self.recorder.figures.copy_(
+            self.recorder.compute(self.recorder.inputs, self.recorder.targets, self.recorder.weight)
+        )
+
+
+def test_a_recorder_copies_batches_and_weights_into_the_recorded_step(monkeypatch):
+    from slimbayes.training import recording
+
+    for name in ("Stream", "CUDAGraph", "stream", "graph", "current_stream"):
+        monkeypatch.setattr(recording.torch.cuda, name, StandIn)
+    seen = []
+
+    def compute(inputs, targets, weight):
+        seen.append((inputs["x"].clone(), targets.clone(), float(weight)))
+        return torch.stack([inputs["x"].sum() * weight, targets.sum().float()])
+
+    recorder = recording.Recorder(compute, torch.device("cpu"))
+    batches = [({"x": torch.full((4, 2), float(i)), "flag": True}, torch.full((4,), i)) for i in range(8)]
+    for number, (inputs, targets) in enumerate(batches):
+        if number == recording.WARM:
+            assert recorder.graph is None, "the first steps are eager"
+        if recorder.graph is not None:
+            recorder.graph.recorder = recorder
+        if number == recording.WARM:
+            with pytest.raises(AttributeError):  # the stand-in does not know its recorder before it is made
+                recorder(inputs, targets, 0.5)
+            recorder.graph.recorder = recorder
+        figures = recorder(inputs, targets, 0.5 + number)
+        assert figures.tolist() == [8 * number * (0.5 + number), 4 * number]
+    assert recorder.graph.replays == len(batches) - recording.WARM + 1
+    assert torch.equal(seen[-1][0], batches[-1][0]["x"]) and seen[-1][2] == 7.5
+    kept = recorder.figures.clone()
+    odd = recorder({"x": torch.ones(3, 2), "flag": True}, torch.ones(3, dtype=torch.long), 2.0)
+    assert odd.tolist() == [12.0, 3.0], "another shape runs in eager code"
+    assert torch.equal(recorder.figures, kept) and recorder.graph.replays == len(batches) - recording.WARM + 1

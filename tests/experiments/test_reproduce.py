@@ -171,12 +171,13 @@ def test_snr_leaves_out_what_only_the_kl_moves(tiny):
     with torch.no_grad():
         network[1].bias[:3] = -1e3  # dead units: a quarter of the next layer's inputs
     model = sb.bayesianize(network, sb.MeanField(stddev_init=0.01))
-    ratio, constant = snr(model, tiny, "3", 32, seed=0)
-    assert constant == pytest.approx(0.25) and 1.0 <= ratio < 1e6
+    found = snr(model, tiny, "3", 32, seed=0)
+    assert found["constant"] == pytest.approx(0.25) and 1.0 <= found["snr"] <= found["snr_mean"] < 1e6
+    assert 1.0 <= found["snr_pooled"] < 1e6
     tied = sb.bayesianize(
         nn.Sequential(nn.Flatten(), nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 10)), sb.KTied(2)
     )
-    assert snr(tied, tiny, "3", 32, seed=0)[1] < 0.1
+    assert snr(tied, tiny, "3", 32, seed=0)["constant"] < 0.1
 
 
 def test_running_statistics_count_as_the_paper_counts_them():

@@ -18,12 +18,13 @@ from slimbayes.training import mixed_seed
 BATCHES = 10
 
 
-def snr(model: nn.Module, prepared: Prepared, layer: str, batch_size: int, seed: int) -> tuple[float, float]:
+def snr(model: nn.Module, prepared: Prepared, layer: str, batch_size: int, seed: int) -> dict[str, float]:
     """E[g²]/Var[g] of a layer's log-scales over ten batches, each with a weight sample of its own.
 
-    The parameters are ρ of a mean-field layer and log U, log V of a tied one. The loss is nll + KL/N, unannealed. Those
-    of dead units get the KL's gradient alone, which is the same for every batch: their ratio is infinite. They are
-    left out of the mean, and their share is returned beside it.
+    The parameters are ρ of a mean-field layer and log U, log V of a tied one. The loss is nll + KL/N, unannealed.
+    "snr" is the median over parameters, "snr_mean" the mean, "snr_pooled" ΣE[g²]/ΣVar[g]. Units that are dead, or
+    nearly so, get hardly more than the KL's gradient, which is the same for every batch: where the ratio is infinite the
+    parameter is left out ("constant" is their share), and the mean is that of the largest that are left.
     """
     spread: Any = dict(converted_layers(model))[layer].bayes.weight
     tied = isinstance(spread, KTiedPosterior)
@@ -40,9 +41,15 @@ def snr(model: nn.Module, prepared: Prepared, layer: str, batch_size: int, seed:
             loss = elbo(draw(model, x), y, model, prepared.num_train).loss
             gradients = torch.autograd.grad(loss, parameters)
             found.append(torch.cat([g.flatten() for g in gradients]))
-    gradients_of = torch.stack(found)  # [batches, parameters]
-    random = (gradients_of != gradients_of[0]).any(0)
-    return gradient_snr(gradients_of[:, random]), float((~random).double().mean())
+    g = torch.stack(found).double()  # [batches, parameters]
+    random = (g != g[0]).any(0)
+    squares, variances = g.square().mean(0)[random], g.var(0, correction=0)[random]
+    return {
+        "snr": float((squares / variances).median()),
+        "snr_mean": gradient_snr(g[:, random]),
+        "snr_pooled": float(squares.sum() / variances.sum()),
+        "constant": float((~random).double().mean()),
+    }
 
 
 def convergence(session: Session, layer: str, batch_size: int, snr_steps: tuple[int, ...]) -> Probe:
@@ -51,8 +58,7 @@ def convergence(session: Session, layer: str, batch_size: int, snr_steps: tuple[
     def probe(model: nn.Module, prepared: Prepared, step: int) -> dict[str, Any]:
         found: dict[str, Any] = {"neg_elbo": session.measure(model, prepared, 8, "validation")[0]["neg_elbo"]}
         if step in snr_steps:
-            ratio, constant = snr(model, prepared, layer, min(batch_size, prepared.num_train), seed=step)
-            found |= {"snr": ratio, "constant": constant}
+            found |= snr(model, prepared, layer, min(batch_size, prepared.num_train), seed=step)
         return found
 
     return probe

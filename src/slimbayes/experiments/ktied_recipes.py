@@ -38,7 +38,7 @@ _LENET = "lenet(kernel_size=5)"
 _PROBES = (1000, 5000, 9000)
 SIZES: dict[tuple[str, str], Size] = {
     ("mnist", "smoke"): Size("digits", "mlp(hidden=(24, 24))", 5, 256, 1, 4, 200, (8, 16, 20), 4),
-    ("mnist", "desk"): Size("mnist", "mlp", 100, 1024, 3, 100, 10_000, (1000, 5000), 500),
+    ("mnist", "desk"): Size("mnist", "mlp", 100, 1024, 3, 100, 10_000, (1000, 2000), 500),
     ("mnist", "gpu"): Size("mnist", "mlp", 300, 1024, 5, 100, 10_000, _PROBES, 250),
     ("mnist", "paper"): Size("mnist", "mlp", 300, 1024, 5, 100, 10_000, _PROBES, 250),
     ("cifar100", "smoke"): Size("digits", _LENET, 1, 256, 1, 2, 200, (2, 4), 2),

@@ -210,7 +210,8 @@ def _by_step(session: Session, outcome: Outcome) -> None:
     outcome.deviations.append(
         "SNR: the paper prints means over parameters. Here a mean is that of the few parameters whose units are nearly "
         "dead and whose gradients hardly vary, so the median stands beside the paper's numbers, and the mean below. "
-        "Parameters whose gradient is the KL's alone have no variance and are left out; their share is given. Ten batches are drawn at the weights of the step, without updates between them."
+        "Parameters whose gradient is the KL's alone have no variance and are left out; their share is given. "
+        "Ten batches are drawn at the weights of the step, without updates between them."
     )
     first, *later = snr.columns
     for label in LABELS[1:]:

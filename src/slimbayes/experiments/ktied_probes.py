@@ -23,8 +23,8 @@ def snr(model: nn.Module, prepared: Prepared, layer: str, batch_size: int, seed:
 
     The parameters are ρ of a mean-field layer and log U, log V of a tied one. The loss is nll + KL/N, unannealed.
     "snr" is the median over parameters, "snr_mean" the mean, "snr_pooled" ΣE[g²]/ΣVar[g]. Units that are dead, or
-    nearly so, get hardly more than the KL's gradient, which is the same for every batch: where the ratio is infinite the
-    parameter is left out ("constant" is their share), and the mean is that of the largest that are left.
+    nearly so, get hardly more than the KL's gradient, which is the same for every batch: where the ratio is infinite
+    the parameter is left out ("constant" is their share), and the mean is that of the largest that are left.
     """
     spread: Any = dict(converted_layers(model))[layer].bayes.weight
     tied = isinstance(spread, KTiedPosterior)

@@ -59,6 +59,25 @@ def test_every_experiment_with_code_runs_at_smoke_scale(tmp_path):
             assert any("only a test that the code runs" in text for text in document["deviations"]), name
 
 
+def test_counts_keep_their_digits(tmp_path):
+    from slimbayes.experiments import write_result
+
+    table = {"name": "t", "title": "T", "columns": ["parameters", "nll"]}
+    table["rows"] = [
+        {"label": "x", "values": {"parameters": [9_814_026.0], "nll": [0.123456789]}, "errors": {}}
+    ]
+    parts = {part: [] for part in ("curves", "maps", "checks", "deviations", "runs")}
+    document = {"format": "slimbayes-experiment", "version": 1, "experiment": "ktied/table5", "scale": "desk"}
+    path = write_result({**document, "tables": [table], **parts, "provenance": {}}, tmp_path)
+    assert read_result(path)["tables"][0]["rows"][0]["values"] == {
+        "parameters": [9_814_026.0],
+        "nll": [0.123457],
+    }
+    table["rows"][0]["values"]["nll"] = [math.inf]
+    with pytest.raises(ValueError, match="not finite"):
+        write_result({**document, "tables": [table], **parts, "provenance": {}}, tmp_path)
+
+
 def test_entries_without_code_say_what_they_need():
     without = [name for name in ENTRIES if name not in RUNNERS]
     assert without and all(ENTRIES[name].needs for name in without)

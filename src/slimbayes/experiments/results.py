@@ -155,4 +155,6 @@ def _rounded(value: Any) -> Any:
         return {str(key): _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    if isinstance(value, float) and not value.is_integer():  # counts keep all their digits
+        return float(f"{value:.6g}")
+    return value

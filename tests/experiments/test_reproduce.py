@@ -14,9 +14,10 @@ from slimbayes.experiments import read_result, session
 from slimbayes.experiments.catalogue import ENTRIES
 from slimbayes.experiments.ktied_probes import snr
 from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, Choice, Job, recipe, size_of, train
+from slimbayes.experiments.networks import Prepared, count_parameters
 from slimbayes.experiments.outcome import Table
 from slimbayes.experiments.running import RUNNERS, reproduce, train_for
-from slimbayes.experiments.session import OutOfTime, Prepared, Session, count_parameters
+from slimbayes.experiments.session import OutOfTime, Session
 
 ROWS = {"mnist": LABELS, "cifar100": LABELS, "resnet": LABELS, "resnet-he": LABELS, "snr": LABELS}
 

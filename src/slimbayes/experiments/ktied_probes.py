@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.draws import draw
-from slimbayes.experiments.session import Prepared, Probe, Session
+from slimbayes.experiments.networks import Prepared
+from slimbayes.experiments.session import Probe, Session
 from slimbayes.metrics import gradient_snr
 from slimbayes.objective import elbo
 from slimbayes.posteriors import KTiedPosterior

@@ -10,7 +10,8 @@ import torch
 
 from slimbayes.data import Scaling
 from slimbayes.experiments import ktied_probes as probes
-from slimbayes.experiments.session import Prepared, Recipe, Session, Trained
+from slimbayes.experiments.networks import Prepared, Recipe, Trained
+from slimbayes.experiments.session import Session
 from slimbayes.training import Training
 
 LABELS = ("Mean-field", "1-tied", "2-tied", "3-tied")

@@ -20,8 +20,9 @@ from slimbayes.experiments.ktied_recipes import (
     size_of,
     train,
 )
+from slimbayes.experiments.networks import count_parameters
 from slimbayes.experiments.outcome import Outcome, Table, check
-from slimbayes.experiments.session import Session, count_parameters
+from slimbayes.experiments.session import Session
 
 RANKS = (1, 2, 3)
 DENSE = {"mnist": None, "cifar100": "^(dense|output)$", "resnet": None, "resnet-he": None}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import multiprocessing
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,97 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.checkpoint import CheckpointError, load, save
-from slimbayes.convert import bayesianize
-from slimbayes.data import Dataset, Scaling, Split
+from slimbayes.data import Scaling
 from slimbayes.data import load as load_data
 from slimbayes.evaluate import assess
+from slimbayes.experiments.networks import MODEL, Prepared, Recipe, Trained, without_mean
 from slimbayes.experiments.results import SCALES
 from slimbayes.files import write_whole
 from slimbayes.objective import kl
 from slimbayes.provenance import commit, hardware, now
-from slimbayes.specs import network_builder, parse_method
-from slimbayes.training import StopTraining, Training, fit, mixed_seed
+from slimbayes.specs import network_builder
+from slimbayes.training import StopTraining, Training, fit
 from slimbayes.training.keeping import STATE
 from slimbayes.training.state import read_state
 
-MODEL, FACTS, PROBES, MEASURED = "model.safetensors", "run.json", "probes.json", "measured.json"
+FACTS, PROBES, MEASURED = "run.json", "probes.json", "measured.json"
 MEASURE = 1  # raise it when measure, sb.compress or analysis.truncate change what they give
 Figures = dict[str, float]
 
 
 class OutOfTime(StopTraining):
     """The time of this call is spent; the same command goes on where it stopped."""
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A data set as a paper prepares it: training examples without the validation ones, and inputs in its units."""
-
-    data: Dataset
-    validation: Split
-    key: str = ""  # how it was made: part of what tells networks apart
-
-    @property
-    def num_train(self) -> int:
-        """The N that divides the KL."""
-        return len(self.data.train)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that determines a trained network but its seed."""
-
-    setting: str
-    purpose: str  # why it is trained: "converged", "annealed", ...
-    label: str  # the row it belongs to
-    network: str
-    data: str
-    method: str
-    training: Training
-    tied: str | None = None  # layers, by a regular expression, that ``method`` is for; None: all
-    rest: str | None = None  # the method of the other layers
-
-    def build(self, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
-        """A new converted network; the same for the same seed."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(mixed_seed(seed, 5))
-            network = network_builder(self.network)(shape, outputs)
-            method = parse_method(self.method)
-            if self.tied is None or self.rest is None:
-                return bayesianize(network, method)
-            return bayesianize(network, [(self.tied, method), (None, parse_method(self.rest))])
-
-    def facts(self, seed: int) -> dict[str, Any]:
-        """The same as plain values."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**own, "training": self.training.to_dict(), "seed": seed}
-
-
-@dataclass
-class Trained:
-    """A trained network, what was measured while it trained, and how long that took."""
-
-    recipe: Recipe
-    seed: int
-    probes: dict[str, Any]
-    steps: int
-    seconds: float
-    folder: Path
-    read: Callable[[], nn.Module]
-
-    @functools.cached_property
-    def model(self) -> nn.Module:
-        """The network itself, read when it is first asked for: curves do not need it."""
-        if not (self.folder / MODEL).is_file():
-            raise CheckpointError(
-                f"the weights in {str(self.folder)!r} are gone: delete the folder to train again"
-            )
-        return self.read()
-
-    @property
-    def parameters(self) -> int:
-        """As ``count_parameters`` counts them."""
-        return count_parameters(self.model)
 
 
 Probe = Callable[[nn.Module, Prepared, int], dict[str, Any]]
@@ -160,7 +88,7 @@ class Session:
             self.used[name] = {"fingerprint": data.fingerprint(), "source": data.source}
             data = replace(data, scaling=scaling or data.scaling, augment=())
             if pixel_mean:
-                data = _without_mean(data)
+                data = without_mean(data)
             kept = len(data.train) - held_out
             validation = data.train[kept:] if held_out else data.test
             self._data[key] = Prepared(replace(data, train=data.train[:kept]), validation, repr(key[1:]))
@@ -306,27 +234,6 @@ class Session:
             "brier": _error(examples["brier"]),
         }  # fmt: skip
         return figures, errors
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Parameters and, as the k-tied paper counts them, the running means and variances of norms.
-
-    >>> count_parameters(nn.BatchNorm2d(3))
-    12
-    """
-    running = sum(
-        b.numel() for name, b in model.named_buffers() if name.endswith(("running_mean", "running_var"))
-    )
-    return sum(p.numel() for p in model.parameters()) + running
-
-
-def _without_mean(data: Dataset) -> Dataset:
-    """Inputs in [0, 1] less the mean training image, as floats: what a per-channel scaling cannot say."""
-    unit = 1 / 255
-    mean = data.train.inputs.float().mean(0, keepdim=True) * unit
-    train, test = (Split(s.inputs.float() * unit - mean, s.targets) for s in (data.train, data.test))
-    channels = train.inputs.shape[1]
-    return replace(data, train=train, test=test, scaling=Scaling((0.0,) * channels, (1.0,) * channels))
 
 
 def _error(values: Tensor) -> float:

@@ -1,7 +1,10 @@
 """Every experiment with code runs at its smallest scale, is resumed where it was stopped, and measures what it says."""
 
+import concurrent.futures
 import json
 import math
+import multiprocessing
+import os
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.data import Scaling, Split
 from slimbayes.data import load as load_data
-from slimbayes.experiments import read_result, session
+from slimbayes.experiments import read_result, running, session
 from slimbayes.experiments.catalogue import ENTRIES
 from slimbayes.experiments.ktied_probes import snr
 from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, Choice, Job, recipe, size_of, train
@@ -74,9 +77,9 @@ def test_counts_keep_their_digits(tmp_path):
         "parameters": [9_814_026.0],
         "nll": [0.123457],
     }
-    table["rows"][0]["values"]["nll"] = [math.inf]
-    with pytest.raises(ValueError, match="not finite"):
-        write_result({**document, "tables": [table], **parts, "provenance": {}}, tmp_path)
+    table["rows"][0]["values"]["nll"] = [math.inf]  # JSON has no word for it
+    path = write_result({**document, "tables": [table], **parts, "provenance": {}}, tmp_path)
+    assert read_result(path)["tables"][0]["rows"][0]["values"]["nll"] == [None]
 
 
 def test_entries_without_code_say_what_they_need():
@@ -141,12 +144,18 @@ def test_networks_are_told_apart_by_everything_that_made_them(tmp_path):
     assert train(small, job).folder == one.folder
 
 
-def test_several_processes_train_what_one_does(tmp_path):
-    said = []
+def test_a_process_of_several_trains_what_one_does(tmp_path, monkeypatch):
+    """What a process of the pool does, here in this one: starting some takes longer than the work."""
+    turn = multiprocessing.get_context("spawn").Value("i", 0)
     options = {"scale": "smoke", "data_root": None, "seeds": 1, "budget": None, "only": ("mnist",)}
-    train_for(["ktied/table2"], 2, said.append, work=str(tmp_path / "together"), **options)
-    assert len(said) == 1 and said[0].startswith("1/1 mnist converged Mean-field seed 0")
+    monkeypatch.setattr(running.signal, "signal", lambda *rest: None)
+    threads = torch.get_num_threads()
+    for gpu in ("3", "5"):  # each takes the next that is visible
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+        running._prepare({**options, "work": str(tmp_path / "together")}, turn, 2, threads)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
     job = Job("mnist", "converged", "Mean-field", 0)
+    assert running._work(job) > 0
     together, alone = (
         train(Session("smoke", tmp_path / name, progress=False), job) for name in ("together", "alone")
     )
@@ -155,6 +164,57 @@ def test_several_processes_train_what_one_does(tmp_path):
         together.model.state_dict().values(), alone.model.state_dict().values(), strict=True
     ):
         torch.testing.assert_close(one, other)
+
+
+class Pool:
+    """A pool of processes that is this process."""
+
+    def __init__(self, *arguments):
+        self.given = arguments
+
+    def submit(self, function, job):
+        future = concurrent.futures.Future()
+        try:
+            future.set_result(function(job))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **options):
+        pass
+
+
+def test_training_together_tells_time_from_faults(monkeypatch):
+    jobs = [Job("mnist", "annealed", label, 0) for label in LABELS]
+    said = []
+    monkeypatch.setattr(running.concurrent.futures, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(running, "_work", lambda job: 1.0)
+    running._train_together(jobs, {}, 2, said.append)
+    assert len(said) == 4 and said[0].startswith("1/4 mnist annealed")
+
+    def late(job):
+        if job.label == "2-tied":
+            raise OutOfTime("spent")
+        return 1.0
+
+    monkeypatch.setattr(running, "_work", late)
+    with pytest.raises(OutOfTime):
+        running._train_together(jobs, {}, 2, said.append)
+    assert len(said) == 7, "the others were trained"
+    monkeypatch.setattr(running, "_work", lambda job: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        running._train_together(jobs, {}, 2, said.append)
+
+
+def test_networks_of_several_experiments_are_trained_once(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(running, "_train_together", lambda jobs, *rest: seen.extend(jobs))
+    train_for(
+        ["ktied/table2", "ktied/figure3", "ktied/figure5", "ktied/time"], 2, scale="smoke", work=str(tmp_path)
+    )
+    assert [job.setting for job in seen] == ["resnet", "cifar100", "mnist"], (
+        "the longest first, none to be timed"
+    )
 
 
 @pytest.fixture

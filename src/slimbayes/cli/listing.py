@@ -30,7 +30,7 @@ def show(console: Console, results: Path) -> None:
                 words = states[name].words()
                 paths += [result.path for result in states[name].results]
                 if not states[name].results and name not in RUNNERS:
-                    words = "listed with its numbers, no code yet"
+                    words = "no code yet"
                 table.add_row(name, Text(entry.item), Text(entry.title), Text(words))
         console.print(table)
         for path in paths:

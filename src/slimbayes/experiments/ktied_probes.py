@@ -56,10 +56,13 @@ def snr(model: nn.Module, prepared: Prepared, layer: str, batch_size: int, seed:
 def convergence(session: Session, layer: str, batch_size: int, snr_steps: tuple[int, ...]) -> Probe:
     """−ELBO on validation data at every probe, and the SNR of a layer at some steps."""
 
+    samples, rows = (1, 16) if session.scale == "smoke" else (8, batch_size)
+
     def probe(model: nn.Module, prepared: Prepared, step: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"neg_elbo": session.measure(model, prepared, 8, "validation")[0]["neg_elbo"]}
+        figures, _ = session.measure(model, prepared, samples, "validation")
+        found: dict[str, Any] = {"neg_elbo": figures["neg_elbo"]}
         if step in snr_steps:
-            found |= snr(model, prepared, layer, min(batch_size, prepared.num_train), seed=step)
+            found |= snr(model, prepared, layer, min(rows, prepared.num_train), seed=step)
         return found
 
     return probe

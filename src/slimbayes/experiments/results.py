@@ -19,6 +19,7 @@ A document holds, beside its ``experiment``, ``scale`` and ``settings``:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,10 @@ def result_path(folder: str | Path, experiment: str, scale: str) -> Path:
 
 
 def write_result(document: dict[str, Any], folder: str | Path) -> Path:
-    """Check a result and write it, whole: floats at six significant digits."""
+    """Check a result and write it, whole: floats at six significant digits, those that are not finite as null."""
     check_result(document, "the new result")
     path = result_path(folder, document["experiment"], document["scale"])
-    try:
-        text = json.dumps(_rounded(document), ensure_ascii=False, indent=1, allow_nan=False)
-    except ValueError as error:
-        raise ResultError(
-            f"the result of {document['experiment']} holds a number that is not finite"
-        ) from error
+    text = json.dumps(_rounded(document), ensure_ascii=False, indent=1, allow_nan=False)
     return write_whole(path, text + "\n")
 
 
@@ -106,7 +102,7 @@ def _check_table(table: Any, origin: str) -> None:
             for key, values in row["values"].items():
                 if key not in columns:
                     raise ResultError(f"{origin}: {table['name']!r} has no column {key!r}")
-                if not values or not all(isinstance(v, int | float) for v in values):
+                if not values or not all(v is None or isinstance(v, int | float) for v in values):
                     raise ResultError(f"{origin}: {table['name']!r}, {row['label']!r}, {key!r}: {values!r}")
     except (KeyError, TypeError, AttributeError) as error:
         raise ResultError(f"{origin}: a table is damaged ({error!r}); run its experiment again") from error
@@ -155,6 +151,8 @@ def _rounded(value: Any) -> Any:
         return {str(key): _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, float) and not value.is_integer():  # counts keep all their digits
         return float(f"{value:.6g}")
     return value

@@ -1,6 +1,7 @@
 """``slimbayes reproduce``: what it lists, runs, refuses, and how it stops."""
 
 import json
+import re
 
 import pytest
 from helpers_cli import runner
@@ -26,8 +27,10 @@ def test_list_shows_every_entry_and_where_results_lie(slimbayes, tmp_path):
     assert document["provenance"]["command"].startswith("slimbayes reproduce ktied/table1")
     assert all(check["holds"] for check in document["checks"]) and len(document["checks"]) == 4
     after = slimbayes("reproduce", "--list", "--results", tmp_path).out
-    assert "smoke (4 of 4 checks hold)" in " ".join(after.split())
-    assert f"  {tmp_path / 'ktied' / 'table1.smoke.json'}" in after.splitlines()
+    assert re.search(r"^ktied/table1 .* smoke *$", after, re.MULTILINE)
+    assert f"  {tmp_path / 'ktied' / 'table1.smoke.json'}: 4 of 4 checks hold" in after.splitlines()
+    (tmp_path / "ktied" / "table1.smoke.json").write_text("{")
+    assert "table1.smoke.json: damaged" in slimbayes("reproduce", "--list", "--results", tmp_path).out
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,17 @@ def show(console: Console, results: Path) -> None:
         table.add_column("item", no_wrap=True)
         table.add_column("what", ratio=3)
         table.add_column("state", ratio=3)
-        paths: list[Path] = []
+        lines: list[str] = []
         for name, entry in ENTRIES.items():
             if name.startswith(f"{key}/"):
-                words = states[name].words()
-                paths += [result.path for result in states[name].results]
-                if not states[name].results and name not in RUNNERS:
+                found, damaged = states[name].results, states[name].damaged
+                words = ", ".join([*(r.scale for r in found), *["damaged"] * bool(damaged)]) or "not run"
+                lines += [f"  {r.path}: {r.holds} of {r.checks} checks hold" for r in found]
+                lines += [f"  {d.path}: damaged, {d.why}" for d in damaged]
+                if words == "not run" and name not in RUNNERS:
                     words = "no code yet"
                 table.add_row(name, Text(entry.item), Text(entry.title), Text(words))
         console.print(table)
-        for path in paths:
-            console.print(Text(f"  {path}"), soft_wrap=True)
+        for line in lines:
+            console.print(Text(line), soft_wrap=True)
         console.print()

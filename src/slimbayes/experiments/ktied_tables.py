@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from slimbayes.experiments.ktied_recipes import (
     train,
 )
 from slimbayes.experiments.networks import count_parameters
-from slimbayes.experiments.outcome import Outcome, Table, check
+from slimbayes.experiments.outcome import Outcome, Table, check, mean
 from slimbayes.experiments.session import Session
 
 RANKS = (1, 2, 3)
@@ -186,6 +187,19 @@ def trained_checks(table: Table, setting: str) -> list[dict[str, Any]]:
             check("CIFAR-100: accuracy of the best tied rank at least 43.9 %", best >= 43.9, best, "≥ 43.9")
         )
     return found
+
+
+def differences(table: Table) -> str:
+    """NLL minus mean-field's with the same seed, in percent: whether the seeds can tell 2 % from nothing."""
+    base, parts = table.rows["Mean-field"].values["nll"], []
+    for label in ("2-tied", "3-tied"):
+        found = [100 * (b / a - 1) for a, b in zip(base, table.rows[label].values["nll"], strict=True)]
+        error = f" ± {statistics.stdev(found) / len(found) ** 0.5:.1f}" if len(found) > 1 else ""
+        parts.append(f"{label} {mean(found):+.1f}{error} %")
+    return (
+        f"{table.name}: NLL against mean-field's of the same seed, mean and standard error: {', '.join(parts)}. Where the "
+        f"error is as large as 2 %, a check of 2 % says little."
+    )
 
 
 def local(session: Session) -> Outcome:

@@ -203,8 +203,8 @@ def choices(session: Session, setting: str) -> str:
         )
     return (
         f"{setting}: learning rate and annealing of each row have the lowest validation NLL of the sweep "
-        f"(ktied/tuning), not the lowest −ELBO: {'; '.join(parts)}. Rows that end with a small KL weight have a high "
-        f"−ELBO."
+        f"(ktied/tuning), not the lowest −ELBO: {'; '.join(parts)}. Their −ELBO is "
+        f"not what was chosen for, and is not to be compared with the paper's."
     )
 
 

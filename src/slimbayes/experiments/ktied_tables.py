@@ -197,8 +197,8 @@ def differences(table: Table) -> str:
         error = f" ± {statistics.stdev(found) / len(found) ** 0.5:.1f}" if len(found) > 1 else ""
         parts.append(f"{label} {mean(found):+.1f}{error} %")
     return (
-        f"{table.name}: NLL against mean-field's of the same seed, mean and standard error: {', '.join(parts)}. Where the "
-        f"error is as large as 2 %, a check of 2 % says little."
+        f"{table.name}: NLL against mean-field's of the same seed, mean and standard error: {', '.join(parts)}. Where "
+        f"the error is as large as 2 %, a check of 2 % says little."
     )
 
 

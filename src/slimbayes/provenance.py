@@ -47,7 +47,12 @@ def hardware() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that slimbayes runs from, with "+" if its sources were changed; None if installed."""
+    """The commit of the checkout that slimbayes runs from, with "+" if its sources were changed; None if installed.
+
+    Where the sources are a copy without their history, the environment variable SLIMBAYES_COMMIT names the commit.
+    """
+    if named := os.environ.get("SLIMBAYES_COMMIT", "").strip():
+        return named
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 
 from slimbayes import analysis
+from slimbayes.experiments.ktied_checks import differences, parameter_checks, trained_checks
 from slimbayes.experiments.ktied_recipes import LABELS, Job, choices, seeds_of, size_of, train
-from slimbayes.experiments.ktied_tables import (
-    DENSE,
-    TITLES,
-    converged,
-    differences,
-    trained_checks,
-    trained_table,
-)
+from slimbayes.experiments.ktied_tables import DENSE, TITLES, converged, trained_table
 from slimbayes.experiments.outcome import Outcome, Table, check, curve
 from slimbayes.experiments.session import Session
 
@@ -191,7 +185,10 @@ def figure6(session: Session) -> Outcome:
     for setting in outcome.settings:
         table = trained_table(session, setting)
         outcome.deviations += [choices(session, setting), differences(table)]
-        outcome.checks += trained_checks(table, setting)
+        outcome.checks += [
+            *trained_checks(table, setting),
+            *parameter_checks(session, "ktied/figure6", table),
+        ]
         outcome.tables.append(table.select("neg_elbo", "nll", "accuracy", "parameters_k", "parameters"))
     if "mnist" in outcome.settings:
         _by_step(session, outcome)

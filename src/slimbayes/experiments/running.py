@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from slimbayes.experiments import ktied_figures, ktied_tables, ktied_times
+from slimbayes.experiments import ktied_figures, ktied_tables, ktied_times, ktied_tuning
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.ktied_recipes import Job, deviations, recipe, size_of, train
 from slimbayes.experiments.outcome import Outcome
@@ -51,6 +51,10 @@ def _local_jobs(session: Session) -> Sequence[Job]:
     return [*ktied_tables.annealed(session, "mnist"), *ktied_tables.annealed(session, "mnist", "local")]
 
 
+def _by_elbo_jobs(session: Session) -> Sequence[Job]:
+    return ktied_tables.annealed(session, "mnist", purpose="by-elbo")
+
+
 _MLP_AND_CNN = _jobs(ktied_tables.converged, "mnist", "cifar100")
 _RESNET = _jobs(ktied_tables.converged, "resnet")
 _FIGURES = ("neg_elbo", "nll", "accuracy")
@@ -79,9 +83,10 @@ RUNNERS: dict[str, Runner] = {
     "ktied/figure11": Runner(ktied_figures.figure11, _RESNET),
     "ktied/figure12": Runner(ktied_figures.figure12, _RESNET),
     "ktied/local": Runner(ktied_tables.local, (_local_jobs,)),
+    "ktied/by-elbo": Runner(ktied_tables.by_elbo, (_by_elbo_jobs,)),
     "ktied/time": Runner(ktied_times.time_to_elbo, (ktied_times.timed,), alone=True),
     "ktied/compress": Runner(ktied_tables.compression, _MLP_AND_CNN),
-    "ktied/tuning": Runner(ktied_tables.tuning, (ktied_tables.tuning_jobs,)),
+    "ktied/tuning": Runner(ktied_tuning.tuning, (ktied_tuning.tuning_jobs,)),
 }
 
 

@@ -91,7 +91,8 @@ def reproduce(
     begun = time.monotonic()
     say = (lambda text: None) if quiet else o.note
     try:
-        if jobs > 1 and len(names) > 1:
+        together = jobs > 1 and len(names) > 1
+        if together:
             train_for(
                 names,
                 jobs,
@@ -106,7 +107,7 @@ def reproduce(
         for name in names:
             left = None if budget is None else max(0.0, budget - (time.monotonic() - begun))
             shown = not quiet and jobs == 1
-            path = run(name, scale, results, work, data_root, seeds, left, jobs, shown, say, wanted)
+            path = run(name, scale, results, work, data_root, seeds, left, jobs, shown, say, wanted, together)
             o.note(f"{name} at scale {scale}: {path}")
     except OutOfTime as error:
         o.note(str(error))

@@ -102,6 +102,7 @@ def reproduce(
     progress: bool = True,
     say: Callable[[str], None] = lambda text: None,
     only: Sequence[str] = (),
+    trained: bool = False,
 ) -> Path:
     """Run one experiment and write its result; returns the file.
 
@@ -120,6 +121,7 @@ def reproduce(
         progress: show a line of progress for each network.
         say: called with a sentence now and then.
         only: settings of the entry that are run, as "mnist"; none: all.
+        trained: ``train_for`` has trained what it needs: no processes are started.
     """
     check_names([name])
     begun = time.monotonic()
@@ -139,13 +141,13 @@ def reproduce(
         _check_whole(result_path(results, name, scale), needed, session)
     wanted = _wanted(runner, session)
     number = default_jobs() if jobs is None else jobs
-    if number > 1 and not runner.alone:
+    if number > 1 and not runner.alone and not trained:
         _train_together(wanted, options, number, say)
     with settings_kept():
         for job in wanted:
             train(session, job)
         outcome = runner.report(session)
-    trained = sum(run["seconds"] for run in session.runs)
+    spent = sum(run["seconds"] for run in session.runs)
     document = {
         "format": FORMAT, "version": 1, "experiment": name, "scale": scale,
         "settings": {setting: _setting(session, setting, wanted) for setting in outcome.settings},
@@ -154,7 +156,7 @@ def reproduce(
         "deviations": _deviations(session, name, outcome),
         "runs": session.runs,
         "provenance": provenance(
-            command=_command(name, session, number), seconds=time.monotonic() - begun, training_seconds=trained,
+            command=_command(name, session, number), seconds=time.monotonic() - begun, training_seconds=spent,
             fingerprints={name: facts["fingerprint"] for name, facts in session.used.items()},
             seeds=sorted({run["seed"] for run in session.runs}),
         ),

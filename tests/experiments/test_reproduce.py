@@ -285,13 +285,16 @@ def test_shortened_runs_anneal_as_much_faster(tmp_path):
 
 def test_chosen_hyperparameters_won_the_sweep(repository):
     document = read_result(repository / "results" / "ktied" / "tuning.gpu.json")
-    for table in document["tables"]:
-        setting, purpose = table["name"].split("-", 1)
+    tables = [(table, *table["name"].split("-", 1)) for table in document["tables"]]
+    tables.append((tables[0][0], "mnist", "by-elbo"))
+    for table, setting, purpose in tables:
         metric = "nll" if purpose == "annealed" else "neg_elbo"
         best = {}  # prior -> label -> (value, winner)
         for row in table["rows"]:
             label, *words = row["label"].split(", ")
-            found = {name: float(x) for name, x in (word.split() for word in words)}
+            schedule = "cosine" if words[-1] == "cosine" else "constant"
+            found = {name: float(x) for name, x in (word.split() for word in words if word != "cosine")}
+            found["schedule"] = schedule
             rows = best.setdefault(found["prior"], {})
             rows[label] = min(
                 rows.get(label, (math.inf,)), (row["values"][metric][0], found), key=lambda one: one[0]
@@ -300,7 +303,7 @@ def test_chosen_hyperparameters_won_the_sweep(repository):
         for label, (_, winner) in winners.items():
             chosen = CHOSEN[setting, purpose, label]
             assert (chosen.lr, chosen.prior) == (winner["lr"], winner["prior"]), (table["name"], label)
-            assert chosen.coefficient == winner.get("coefficient")
+            assert (chosen.coefficient, chosen.schedule) == (winner.get("coefficient"), winner["schedule"])
         assert len({CHOSEN[key].prior for key in CHOSEN if key[:2] == (setting, purpose)}) == 1
 
 

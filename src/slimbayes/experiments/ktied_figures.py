@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slimbayes import analysis
 from slimbayes.experiments.ktied_checks import differences, parameter_checks, trained_checks
-from slimbayes.experiments.ktied_recipes import LABELS, Job, choices, seeds_of, size_of, train
+from slimbayes.experiments.ktied_recipes import LABELS, Job, choices, posthoc_choice, seeds_of, size_of, train
 from slimbayes.experiments.ktied_tables import DENSE, TITLES, converged, trained_table
 from slimbayes.experiments.outcome import Outcome, Table, check, curve
 from slimbayes.experiments.session import Session
@@ -72,6 +72,7 @@ def figure3(session: Session) -> Outcome:
     """Spectra of the dense layers of the MLP and of LeNet."""
     outcome = Outcome(session, session.chosen("mnist", "cifar100"))
     for setting in outcome.settings:
+        outcome.deviations += posthoc_choice(session, setting)
         outcome.curves += spectra(session, setting)
         table, checks = _explained(session, setting)
         outcome.tables.append(table)
@@ -112,6 +113,7 @@ def figure4(session: Session) -> Outcome:
     """Heat maps of the first dense layer: LeNet's as in the paper, and the MLP's."""
     outcome = Outcome(session, session.chosen("cifar100", "mnist"))
     for setting in outcome.settings:
+        outcome.deviations += posthoc_choice(session, setting)
         layer = "dense" if setting == "cifar100" else "hidden.0"
         matrix = analysis.matrices(train(session, converged(session, setting)[0]).model)[layer].stddev.cpu()
         words = f"{TITLES[setting]}: σ of the first dense layer (rows: inputs, columns: outputs)"
@@ -137,6 +139,7 @@ def figure10(session: Session) -> Outcome:
     """Mean standard deviation of every layer over training, of the ResNet as in the paper and of the MLP."""
     outcome = Outcome(session, session.chosen("resnet", "mnist"))
     for setting in outcome.settings:
+        outcome.deviations += posthoc_choice(session, setting)
         by_layer: dict[str, list[list[float]]] = {}
         steps: list[float] = []
         for job in converged(session, setting):

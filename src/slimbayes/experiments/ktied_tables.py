@@ -21,6 +21,7 @@ from slimbayes.experiments.ktied_recipes import (
     LABELS,
     Job,
     choices,
+    posthoc_choice,
     prepare,
     seeds_of,
     size_of,
@@ -115,6 +116,7 @@ def table2(session: Session) -> Outcome:
     """Table 2: what clipped SVDs of σ do to trained mean-field networks."""
     outcome = Outcome(session, session.chosen("mnist", "cifar100"))
     for setting in outcome.settings:
+        outcome.deviations += posthoc_choice(session, setting)
         table = posthoc(session, setting).select("neg_elbo", "nll", "accuracy")
         outcome.tables.append(table)
         outcome.checks += posthoc_checks(table)
@@ -184,6 +186,7 @@ def compression(session: Session) -> Outcome:
     """``sb.compress`` beside the paper's clipped SVD."""
     outcome = Outcome(session, session.chosen("mnist", "cifar100"))
     for setting in outcome.settings:
+        outcome.deviations += posthoc_choice(session, setting)
         table = posthoc(session, setting, extra=True).select("neg_elbo", "nll", "accuracy", "parameters")
         outcome.tables.append(table)
         for rank in RANKS:

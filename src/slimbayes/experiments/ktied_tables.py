@@ -212,7 +212,7 @@ def counts(session: Session) -> Outcome:
         number = sum(p.numel() for p in layer.parameters())
         table.add(label, {"parameters": float(number)}, {})
         outcome.checks.append(
-            check(f"{label}: as the formula says", number == wanted[label], number, str(wanted[label]))
+            check(f"{label}: as the formula says", number == wanted[label], number, f"{wanted[label]:,}")
         )
     outcome.tables.append(table)
     outcome.deviations.append("Families that slimbayes does not have (full covariances) are not counted.")

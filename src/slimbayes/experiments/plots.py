@@ -14,7 +14,7 @@ from slimbayes.report.panels import Panel, Plot, Style, axes, palette, printable
 from slimbayes.report.results import number
 from slimbayes.report.statistics import Stat, stat
 
-DRAWING = 1  # raise it when figures are drawn differently: then every file counts as stale
+DRAWING = 3  # raise it when figures are drawn differently: then every file counts as stale
 _MARKS = 9  # markers on a line with many points
 _SIZE, _ALONE = (3.4, 2.5), (5.4, 3.0)  # inches: a panel among others, and one by itself
 _MARK = re.compile(r"<!-- numbers: ([0-9a-f]{64}) -->")
@@ -46,6 +46,21 @@ def slug(name: str) -> str:
     ('ktied-table2', 'x')
     """
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "x"
+
+
+def apart(titles: Sequence[str]) -> list[str]:
+    """What tells titles apart: without the words that all of them begin and end with.
+
+    >>> apart(["MNIST: σ of the layers", "MNIST: μ of the layers"]), apart(["a b", "a b"])
+    (['σ', 'μ'], ['a b', 'a b'])
+    """
+    words = [title.split() for title in titles]
+    columns = list(zip(*words, strict=False))
+    start = next((i for i, column in enumerate(columns) if len(set(column)) > 1), len(columns))
+    ends = list(zip(*(list(reversed(one[start:])) for one in words), strict=False))
+    stop = next((i for i, column in enumerate(ends) if len(set(column)) > 1), len(ends))
+    found = [" ".join(one[start : len(one) - stop]).rstrip(":,") for one in words]
+    return found if all(found) else list(titles)
 
 
 def fingerprint(plot: Plot) -> str:
@@ -86,9 +101,9 @@ def _curves(group: Sequence[Mapping[str, Any]], styles: Mapping[str, Style]) -> 
     first, alone = group[0], len(group) == 1
     labels = list(dict.fromkeys(line["label"] for line in first["lines"]))
     panels, rows = [], []
-    for curve in group:
+    titles = [first["y"]] if alone else apart([curve["title"] for curve in group])
+    for curve, title in zip(group, titles, strict=True):
         lines = [(line["label"], _points(line)) for line in curve["lines"]]
-        title = curve["y"] if alone else curve["title"]
         panels.append(
             Panel(
                 _draw_curve(curve, lines, title, styles),
@@ -100,10 +115,12 @@ def _curves(group: Sequence[Mapping[str, Any]], styles: Mapping[str, Style]) -> 
     n = max(len(line["y"]) for curve in group for line in curve["lines"])
     words = "One seed." if n == 1 else f"Lines are means over {n} seeds, bands ± one standard error."
     y = first["y"][:1].upper() + first["y"][1:]
+    subjects = {curve["title"].split(": ")[0] for curve in group if ": " in curve["title"]}
+    subject = f"{subjects.pop()}: " if len(subjects) == 1 else ""
     gaps = any(row[3] is None for row in rows)
     return Plot(
         first["name"],
-        first["title"] if alone else f"{y} by {first['x']}",
+        first["title"] if alone else f"{subject}{first['y'] if subject else y} by {first['x']}",
         f"{y} against {first['x']}. {words}"
         + (" A gap: at least one run gave no finite number." if gaps else ""),
         panels,
@@ -176,7 +193,7 @@ def _maps(item: Mapping[str, Any]) -> Plot | None:
         m, n = panel["shape"]
         alt = f"{item['title']}, {panel['label']}: {m} × {n} matrix, block means from {low:.3g} to {high:.3g}"
         panels.append(Panel(_draw_map(panel["label"], values, low, high), alt, *size))
-        rows += [[panel["label"], i, j, value] for i, row in enumerate(values) for j, value in enumerate(row)]
+        rows += [[panel["label"], i, *row] for i, row in enumerate(values)]
     if not panels:
         return None
     shapes = {f"{label}: {m} × {n}" for label, (m, n) in ((p["label"], p["shape"]) for p in item["panels"])}
@@ -186,8 +203,8 @@ def _maps(item: Mapping[str, Any]) -> Plot | None:
         f"Means of blocks of matrices ({', '.join(sorted(shapes))}), rows downwards. Every panel has its own scale; "
         "blue to red where there are both signs, with white at zero.",
         panels,
-        ["matrix", "row", "column", "block mean"],
-        rows,
+        ["matrix", "row", *(f"column {j}" for j in range(max(map(len, rows)) - 2))],
+        [[*row, *[None] * (max(map(len, rows)) - len(row))] for row in rows],
         across=min(3, len(panels)),
     )
 

@@ -144,6 +144,8 @@ def _check(check: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> str:
     if isinstance(value, float):
+        if value.is_integer() and 1000 <= abs(value) < 1e12:  # a count
+            return f"{value:,.0f}"
         return figure(value, -1) if number(value) is not None else "not finite"
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items())

@@ -26,7 +26,7 @@ from slimbayes.report.tables import (
 )
 from slimbayes.report.tables import markdown_summary as markdown
 
-_ROWS = 80  # of a figure's data in the page; the CSV has all
+_ROWS, _CELLS = 80, 480  # of a figure's data in the page, at most; the CSV has all
 
 # id, heading, words under it, figures
 _SECTIONS = (
@@ -256,9 +256,11 @@ def figure_html(plot: Plot, svg: str = "", level: int = 3) -> str:
         f'<div class="panel">{themed(tidy(panel.svg, f"{plot.name}{i}"), panel.alt)}</div>'
         for i, panel in enumerate(plot.panels)
     )
-    shown = plot.rows[:_ROWS]
+    shown = plot.rows[: min(_ROWS, max(1, _CELLS // max(1, len(plot.header))))]
     part = (
-        f" (first {len(shown)} of {len(plot.rows)} rows; the CSV has all)" if len(plot.rows) > _ROWS else ""
+        f" (first {len(shown)} of {len(plot.rows)} rows; the CSV has all)"
+        if len(plot.rows) > len(shown)
+        else ""
     )
     body = "".join("<tr>" + "".join(f"<td>{_plain(v)}</td>" for v in row) + "</tr>" for row in shown)
     heads = "".join(f'<th scope="col">{text(name)}</th>' for name in plot.header)

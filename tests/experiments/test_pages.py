@@ -107,7 +107,7 @@ def test_ours_stand_beside_the_papers(results, out):
         "- Command: `slimbayes reproduce ktied/table2 --scale gpu`",
         "- Commit: `0123456789ab`",
         "- Fingerprints of data: mnist: feedc0de",
-        "- Time: 1,234 s",
+        "- Time of this call: 1,234 s",
         "- Versions: torch: 2.11.0",
         "- Settings: epochs: 17",
         "- Result: [results/ktied/table2.gpu.json](../../results/ktied/table2.gpu.json)",
@@ -304,7 +304,7 @@ def test_the_largest_scale_is_shown_and_smoke_never(results, out):
     found = state(results, ENTRIES)
     assert [r.scale for r in found["ktied/figure3"].results] == ["smoke"]
     assert [r.scale for r in found["ktied/table2"].results] == ["desk", "gpu"]
-    assert "damaged: results/ktied/table2.smoke.json" in found["ktied/table2"].words()
+    assert [d.shown for d in found["ktied/table2"].damaged] == ["results/ktied/table2.smoke.json"]
     write_result(document(scale="paper", tables=quiet), results)
     assert "0.988" in build(results, out, ENTRIES).texts["ktied.md"]
 

@@ -15,6 +15,7 @@ from slimbayes.data import Scaling, Split
 from slimbayes.data import load as load_data
 from slimbayes.experiments import read_result, running, session
 from slimbayes.experiments.catalogue import ENTRIES
+from slimbayes.experiments.ktied_checks import parameter_checks
 from slimbayes.experiments.ktied_probes import snr
 from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, Choice, Job, recipe, size_of, train
 from slimbayes.experiments.networks import Prepared, count_parameters
@@ -347,7 +348,7 @@ def test_the_mean_image_is_the_training_datas(tmp_path):
 @pytest.mark.parametrize(("options", "words"), [({"scale": "huge"}, "scale='huge' is unknown"), ({}, None)])
 def test_sessions_check_their_scale(tmp_path, options, words):
     if words is None:
-        assert size_of("resnet-he", Session("gpu", tmp_path).scale).epochs == 70
+        assert size_of("resnet-he", Session("gpu", tmp_path).scale).epochs == 50
         with pytest.raises(ValueError, match="leaves nothing of mnist"):
             Session("smoke", tmp_path, only=("resnet",)).chosen("mnist")
         return
@@ -449,3 +450,38 @@ def test_the_callers_settings_come_back(tmp_path):
     state = torch.get_rng_state()
     reproduce("ktied/table4", "smoke", tmp_path, tmp_path, progress=False)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def rows(**counts):
+    table = Table("mnist", "MNIST", ("parameters",))
+    for label, number in counts.items():
+        table.add(label.replace("_", "-"), {"parameters": float(number)}, {})
+    return table
+
+
+def test_parameter_columns_are_compared_with_the_print(tmp_path):
+    session = Session("gpu", tmp_path)
+    table = rows(Mean_field=956_820)
+    table.rows["2-tied"] = rows(x=483_400).rows["x"]
+    first, second = parameter_checks(session, "ktied/figure6", table)
+    assert first["holds"] and first["bound"] == "957 thousand" and first["value"] == 956_820
+    assert not second["holds"] and "2-tied" in second["what"]  # 483 thousand, 484 in print
+    assert parameter_checks(Session("smoke", tmp_path), "ktied/figure6", table) == []
+
+
+def test_a_misprint_is_named_and_the_count_is_checked(tmp_path):
+    table = rows(x=2_267_408)
+    table.name = "cifar100"
+    table.rows = {"2-tied": table.rows["x"]}
+    (found,) = parameter_checks(Session("gpu", tmp_path), "ktied/figure6", table)
+    assert found["holds"] and "misprinted there as 2,268 thousand" in found["what"]
+    table.rows["2-tied"].values["parameters"] = [2_268_000.0]
+    assert not parameter_checks(Session("gpu", tmp_path), "ktied/figure6", table)[0]["holds"]
+
+
+def test_parameters_printed_in_full_must_be_equal(tmp_path):
+    table = rows(Mean_field=9_814_026)
+    table.name = "resnet"
+    assert parameter_checks(Session("gpu", tmp_path), "ktied/table5", table)[0]["holds"]
+    table.rows["Mean-field"].values["parameters"] = [9_814_027.0]
+    assert not parameter_checks(Session("gpu", tmp_path), "ktied/table5", table)[0]["holds"]

@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import hashlib
 import json
-import multiprocessing
 import re
 import signal
 import time
@@ -23,6 +22,7 @@ from slimbayes.data import DataError, Dataset, Split, StreamedDataset
 from slimbayes.data import load as load_data
 from slimbayes.files import write_whole
 from slimbayes.methods import Deterministic
+from slimbayes.processes import workers
 from slimbayes.runs import Facts, Run, open_data
 from slimbayes.specs import parse_method
 
@@ -90,22 +90,12 @@ def _together(
     config: CompareConfig, data_root: str | None, tasks: list[Task], jobs: int
 ) -> Iterator[tuple[Task, Cell]]:
     """As they finish; the quickest last, so that no process waits long for the others."""
-    pool = concurrent.futures.ProcessPoolExecutor(
-        min(jobs, len(tasks)) or 1, multiprocessing.get_context("spawn"), _prepare, (config, data_root)
-    )
-    try:
+    with workers(min(jobs, len(tasks)) or 1, _prepare, (config, data_root)) as pool:
         contenders = {contender.label: contender for contender in config.contenders}
         order = sorted(tasks, key=lambda task: isinstance(contenders[task[1]].parsed, Deterministic))
         waiting = {pool.submit(_work, seed, contenders[label]): (seed, label) for seed, label in order}
         for done in concurrent.futures.as_completed(waiting):
             yield waiting[done], done.result()
-    except BaseException:
-        # Else an interrupted comparison would wait for runs that are in progress or about to start.
-        for process in list((getattr(pool, "_processes", None) or {}).values()):
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 _bench: Bench | None = None  # of a process that works for another

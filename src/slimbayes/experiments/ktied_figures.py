@@ -70,7 +70,7 @@ def _explained(session: Session, setting: str) -> tuple[Table, list[dict[str, An
 
 def figure3(session: Session) -> Outcome:
     """Spectra of the dense layers of the MLP and of LeNet."""
-    outcome = Outcome(session, session.chosen("mnist", "cifar100"))
+    outcome = Outcome(session.chosen("mnist", "cifar100"))
     for setting in outcome.settings:
         outcome.deviations += posthoc_choice(session, setting)
         outcome.curves += spectra(session, setting)
@@ -82,7 +82,7 @@ def figure3(session: Session) -> Outcome:
 
 def figure12(session: Session) -> Outcome:
     """Spectra of the ResNet's layers."""
-    outcome = Outcome(session, session.chosen("resnet"))
+    outcome = Outcome(session.chosen("resnet"))
     outcome.curves += spectra(session, "resnet")
     table, checks = _explained(session, "resnet")
     outcome.tables.append(table)
@@ -111,7 +111,7 @@ def heat_map(name: str, title: str, matrix: Tensor) -> dict[str, Any]:
 
 def figure4(session: Session) -> Outcome:
     """Heat maps of the first dense layer: LeNet's as in the paper, and the MLP's."""
-    outcome = Outcome(session, session.chosen("cifar100", "mnist"))
+    outcome = Outcome(session.chosen("cifar100", "mnist"))
     for setting in outcome.settings:
         outcome.deviations += posthoc_choice(session, setting)
         layer = "dense" if setting == "cifar100" else "hidden.0"
@@ -124,7 +124,7 @@ def figure4(session: Session) -> Outcome:
 
 def figure11(session: Session) -> Outcome:
     """Heat maps of convolutions of the ResNet, kernels as [h·w·inputs, outputs]."""
-    outcome = Outcome(session, session.chosen("resnet"))
+    outcome = Outcome(session.chosen("resnet"))
     matrices = analysis.matrices(train(session, converged(session, "resnet")[0]).model)
     for layer in ("block1.conv2", "block2.conv2", "block4.conv2"):
         words = f"{TITLES['resnet']}: σ of {layer}"
@@ -137,7 +137,7 @@ def figure11(session: Session) -> Outcome:
 
 def figure10(session: Session) -> Outcome:
     """Mean standard deviation of every layer over training, of the ResNet as in the paper and of the MLP."""
-    outcome = Outcome(session, session.chosen("resnet", "mnist"))
+    outcome = Outcome(session.chosen("resnet", "mnist"))
     for setting in outcome.settings:
         outcome.deviations += posthoc_choice(session, setting)
         by_layer: dict[str, list[list[float]]] = {}
@@ -184,7 +184,7 @@ def convergence_curves(session: Session, setting: str) -> dict[str, Any]:
 
 def figure6(session: Session) -> Outcome:
     """Trained rows, gradient SNR and −ELBO by step."""
-    outcome = Outcome(session, session.chosen("mnist", "cifar100"))
+    outcome = Outcome(session.chosen("mnist", "cifar100"))
     for setting in outcome.settings:
         table = trained_table(session, setting)
         outcome.deviations += [choices(session, setting), differences(table)]
@@ -233,7 +233,7 @@ def _by_step(session: Session, outcome: Outcome) -> None:
 
 def figure7(session: Session) -> Outcome:
     """Convergence of the MLP and of LeNet."""
-    outcome = Outcome(session, session.chosen("mnist", "cifar100"))
+    outcome = Outcome(session.chosen("mnist", "cifar100"))
     outcome.curves += [convergence_curves(session, setting) for setting in outcome.settings]
     for setting in outcome.settings:
         name, title = f"{setting}-convergence", f"{TITLES[setting]}: validation −ELBO at step"

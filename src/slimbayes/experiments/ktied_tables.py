@@ -114,7 +114,7 @@ TITLES = {
 
 def table2(session: Session) -> Outcome:
     """Table 2: what clipped SVDs of σ do to trained mean-field networks."""
-    outcome = Outcome(session, session.chosen("mnist", "cifar100"))
+    outcome = Outcome(session.chosen("mnist", "cifar100"))
     for setting in outcome.settings:
         outcome.deviations += posthoc_choice(session, setting)
         table = posthoc(session, setting).select("neg_elbo", "nll", "accuracy")
@@ -127,7 +127,7 @@ def resnet_table(name: str, setting: str, columns: Sequence[str]) -> Any:
     """Figure 5, Tables 3 and 5 and Figure 9: columns of the same post-hoc study."""
 
     def report(session: Session) -> Outcome:
-        outcome = Outcome(session, session.chosen(setting))
+        outcome = Outcome(session.chosen(setting))
         table = posthoc(session, setting).select(*columns)
         outcome.tables.append(table)
         if "nll" in columns:
@@ -160,7 +160,7 @@ def trained_table(
 
 def by_elbo(session: Session) -> Outcome:
     """The MNIST table of Figure 6 with hyper-parameters chosen by −ELBO instead of NLL."""
-    outcome = Outcome(session, session.chosen("mnist"))
+    outcome = Outcome(session.chosen("mnist"))
     table = trained_table(session, "mnist", purpose="by-elbo")
     outcome.tables.append(table.select("neg_elbo", "nll", "accuracy", "parameters_k"))
     outcome.checks += trained_checks(table, "mnist")
@@ -170,7 +170,7 @@ def by_elbo(session: Session) -> Outcome:
 
 def local(session: Session) -> Outcome:
     """The MNIST table of Figure 6 with the local estimator, beside the shared one."""
-    outcome = Outcome(session, session.chosen("mnist"))
+    outcome = Outcome(session.chosen("mnist"))
     table = trained_table(session, "mnist", "local").select("neg_elbo", "nll", "accuracy", "parameters_k")
     shared = trained_table(session, "mnist").select("neg_elbo", "nll", "accuracy", "parameters_k")
     joined = Table("mnist", TITLES["mnist"], table.columns)
@@ -184,7 +184,7 @@ def local(session: Session) -> Outcome:
 
 def compression(session: Session) -> Outcome:
     """``sb.compress`` beside the paper's clipped SVD."""
-    outcome = Outcome(session, session.chosen("mnist", "cifar100"))
+    outcome = Outcome(session.chosen("mnist", "cifar100"))
     for setting in outcome.settings:
         outcome.deviations += posthoc_choice(session, setting)
         table = posthoc(session, setting, extra=True).select("neg_elbo", "nll", "accuracy", "parameters")
@@ -202,7 +202,7 @@ def counts(session: Session) -> Outcome:
     from slimbayes.methods import KTied, MeanField, Method
 
     m, n = 784, 400
-    outcome = Outcome(session, ())
+    outcome = Outcome(())
     table = Table("counts", f"Variational parameters of a {m}×{n} matrix", ("parameters",))
     families: dict[str, Method] = {"Mean-field": MeanField(biases=False)}
     families |= {f"{k}-tied": KTied(rank=k, biases=False) for k in RANKS}

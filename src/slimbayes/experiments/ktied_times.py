@@ -83,7 +83,7 @@ def table4(session: Session) -> Outcome:
     with_precision(session)
     cuda = session.device.type == "cuda"
     width, rows = (64, 64) if session.scale == "smoke" else (400, 1024)
-    outcome = Outcome(session, ())
+    outcome = Outcome(())
     for captured in (True, False) if cuda else (False,):
         how = "recorded as a CUDA graph" if captured else "eager"
         title = f"Training step, two dense layers 784-{width}-10, {rows} rows, {how}"
@@ -116,7 +116,7 @@ def timed(session: Session) -> list[Job]:
 
 def time_to_elbo(session: Session) -> Outcome:
     """Seconds of training until the validation −ELBO has fallen to given values."""
-    outcome = Outcome(session, session.chosen("mnist"))
+    outcome = Outcome(session.chosen("mnist"))
     lines, runs = [], {}
     for job in timed(session):
         probes = train(session, job).probes

@@ -65,7 +65,7 @@ def cosine_jobs(setting: str) -> list[Job]:
 
 def tuning(session: Session) -> Outcome:
     """Validation figures over the paper's grids: the lowest NLL of a row (−ELBO without annealing) is chosen."""
-    outcome = Outcome(session, session.chosen("mnist", "cifar100"))
+    outcome = Outcome(session.chosen("mnist", "cifar100"))
     tables: dict[tuple[str, str], Table] = {}
     for job in tuning_jobs(session):
         if job.setting not in outcome.settings:

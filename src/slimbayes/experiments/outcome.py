@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimbayes.experiments.session import Session
-
 
 @dataclass
 class Row:
@@ -80,7 +78,6 @@ class Table:
 class Outcome:
     """The parts of a result that the runner knows."""
 
-    session: Session
     settings: tuple[str, ...]
     tables: list[Table] = field(default_factory=list)
     curves: list[dict[str, Any]] = field(default_factory=list)

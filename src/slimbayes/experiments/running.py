@@ -23,6 +23,7 @@ from slimbayes.experiments.ktied_recipes import Job, deviations, recipe, size_of
 from slimbayes.experiments.outcome import Outcome
 from slimbayes.experiments.results import FORMAT, read_result, result_path, write_result
 from slimbayes.experiments.session import OutOfTime, Session
+from slimbayes.processes import workers
 from slimbayes.provenance import provenance
 
 WORK = "slimbayes-reproduce"
@@ -266,16 +267,10 @@ def _train_together(
     jobs: list[Job], options: dict[str, Any], number: int, say: Callable[[str], None]
 ) -> None:
     """Train networks in several processes; what fails raises here, and what is done stays in ``work``."""
-    context = multiprocessing.get_context("spawn")
-    turn = context.Value("i", 0)
-    pool = concurrent.futures.ProcessPoolExecutor(
-        min(number, len(jobs)) or 1,
-        context,
-        _prepare,
-        (options, turn, torch.cuda.device_count(), _threads(number)),
-    )
+    turn = multiprocessing.get_context("spawn").Value("i", 0)
+    ready = (options, turn, torch.cuda.device_count(), _threads(number))
     late: OutOfTime | None = None
-    try:
+    with workers(min(number, len(jobs)) or 1, _prepare, ready) as pool:
         waiting = {pool.submit(_work, job): job for job in jobs}
         for count, done in enumerate(concurrent.futures.as_completed(waiting), 1):
             job = waiting[done]
@@ -291,12 +286,6 @@ def _train_together(
             say(
                 f"{count}/{len(jobs)} {job.setting} {job.purpose} {job.label} seed {job.seed}: {seconds:.1f} s"
             )
-    except BaseException:
-        for process in list((getattr(pool, "_processes", None) or {}).values()):
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
     if late is not None:
         raise late
 

@@ -23,7 +23,8 @@ _KNOWN = {
     "commit": "Commit",
     "seeds": "Seeds",
     "hardware": "Hardware",
-    "seconds": "Time",
+    "seconds": "Time of this call",
+    "training_seconds": "Time of all training",
     "fingerprints": "Fingerprints of data",
     "versions": "Versions",
 }
@@ -155,6 +156,6 @@ def _plain(value: Any) -> str:
 
 
 def _words(key: str, value: Any) -> str:
-    if key == "seconds" and number(value) is not None:
+    if key in ("seconds", "training_seconds") and number(value) is not None:
         return f"{value:,.0f} s"
     return _plain(value)

@@ -45,16 +45,6 @@ class State:
     results: tuple[Result, ...] = ()
     damaged: tuple[Damage, ...] = ()
 
-    def words(self) -> str:
-        """The state in a few words.
-
-        >>> State(Experiment("ktied/table9", "Table 9", "Title", "Shows")).words()
-        'not run'
-        """
-        parts = [f"{r.scale} ({r.holds} of {r.checks} checks hold)" for r in self.results]
-        parts += [f"damaged: {damage.shown}" for damage in self.damaged]
-        return ", ".join(parts) or "not run"
-
 
 @dataclass(frozen=True)
 class Survey:

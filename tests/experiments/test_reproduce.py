@@ -13,13 +13,14 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.data import Scaling, Split
 from slimbayes.data import load as load_data
-from slimbayes.experiments import read_result, running, session
+from slimbayes.experiments import pool, read_result, running, session
 from slimbayes.experiments.catalogue import ENTRIES
 from slimbayes.experiments.ktied_checks import parameter_checks
 from slimbayes.experiments.ktied_probes import snr
 from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, Choice, Job, recipe, size_of, train
 from slimbayes.experiments.networks import Prepared, count_parameters
 from slimbayes.experiments.outcome import Table
+from slimbayes.experiments.results import write_result
 from slimbayes.experiments.running import RUNNERS, reproduce, train_for
 from slimbayes.experiments.session import OutOfTime, Session
 
@@ -149,14 +150,14 @@ def test_a_process_of_several_trains_what_one_does(tmp_path, monkeypatch):
     """What a process of the pool does, here in this one: starting some takes longer than the work."""
     turn = multiprocessing.get_context("spawn").Value("i", 0)
     options = {"scale": "smoke", "data_root": None, "seeds": 1, "budget": None, "only": ("mnist",)}
-    monkeypatch.setattr(running.signal, "signal", lambda *rest: None)
+    monkeypatch.setattr(pool.signal, "signal", lambda *rest: None)
     threads = torch.get_num_threads()
     for gpu in ("3", "5"):  # each takes the next that is visible
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-        running._prepare({**options, "work": str(tmp_path / "together")}, turn, 2, threads)
+        pool._prepare({**options, "work": str(tmp_path / "together")}, turn, 2, threads)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
     job = Job("mnist", "converged", "Mean-field", 0)
-    assert running._work(job) > 0
+    assert pool._work(job) > 0
     together, alone = (
         train(Session("smoke", tmp_path / name, progress=False), job) for name in ("together", "alone")
     )
@@ -188,9 +189,9 @@ class Pool:
 def test_training_together_tells_time_from_faults(monkeypatch):
     jobs = [Job("mnist", "annealed", label, 0) for label in LABELS]
     said = []
-    monkeypatch.setattr(running.concurrent.futures, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(running, "_work", lambda job: 1.0)
-    running._train_together(jobs, {}, 2, said.append)
+    monkeypatch.setattr(pool.concurrent.futures, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(pool, "_work", lambda job: 1.0)
+    pool.train_together(jobs, {}, 2, said.append)
     assert len(said) == 4 and said[0].startswith("1/4 mnist annealed")
 
     def late(job):
@@ -198,18 +199,18 @@ def test_training_together_tells_time_from_faults(monkeypatch):
             raise OutOfTime("spent")
         return 1.0
 
-    monkeypatch.setattr(running, "_work", late)
+    monkeypatch.setattr(pool, "_work", late)
     with pytest.raises(OutOfTime):
-        running._train_together(jobs, {}, 2, said.append)
+        pool.train_together(jobs, {}, 2, said.append)
     assert len(said) == 7, "the others were trained"
-    monkeypatch.setattr(running, "_work", lambda job: 1 / 0)
+    monkeypatch.setattr(pool, "_work", lambda job: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        running._train_together(jobs, {}, 2, said.append)
+        pool.train_together(jobs, {}, 2, said.append)
 
 
 def test_networks_of_several_experiments_are_trained_once(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(running, "_train_together", lambda jobs, *rest: seen.extend(jobs))
+    monkeypatch.setattr(running, "train_together", lambda jobs, *rest: seen.extend(jobs))
     train_for(
         ["ktied/table2", "ktied/figure3", "ktied/figure5", "ktied/time"], 2, scale="smoke", work=str(tmp_path)
     )
@@ -356,14 +357,39 @@ def test_sessions_check_their_scale(tmp_path, options, words):
         Session(work=tmp_path, **options)
 
 
-def test_a_result_of_some_settings_does_not_replace_one_of_more(tmp_path):
+def test_a_result_of_some_settings_is_joined_to_one_of_more(tmp_path):
     options = {"results": tmp_path / "results", "work": tmp_path / "work", "progress": False}
     path = reproduce("ktied/figure4", "smoke", **options)
-    assert set(json.loads(path.read_text())["settings"]) == {"mnist", "cifar100"}
+    before = read_result(path)
+    assert list(before["settings"]) == ["cifar100", "mnist"]  # the paper's order
+    assert [part["setting"] for part in before["maps"]] == ["cifar100", "mnist"]
+    before["maps"][0]["title"] = before["maps"][1]["title"] = "kept"
+    before["deviations"] += ["cifar100: from a cloudy day.", "mnist: from a sunny day.", "On the moon."]
+    write_result(before, tmp_path / "results")
+    assert reproduce("ktied/figure4", "smoke", only=("mnist",), **options) == path
+    after = read_result(path)
+    assert list(after["settings"]) == ["cifar100", "mnist"] and len(after["runs"]) == 2
+    assert [part["title"] == "kept" for part in after["maps"]] == [True, False]
+    said = after["deviations"]
+    assert "cifar100: from a cloudy day." in said and "On the moon." in said and len(said) == len(set(said))
+    assert not any("sunny" in text or "not run" in text for text in said)
+    made = after["provenance"]
+    assert made["command"].endswith("--only mnist") and list(made["joined"]) == ["cifar100"]
+    assert before["provenance"]["created"] in made["joined"]["cifar100"]
+    # again: the kept part goes on naming the call that made it
+    reproduce("ktied/figure4", "smoke", only=("mnist",), **options)
+    assert read_result(path)["provenance"]["joined"] == made["joined"]
+    assert "joined" not in read_result(reproduce("ktied/figure4", "smoke", **options))["provenance"]
+
+
+def test_what_cannot_be_joined_is_not_replaced(tmp_path):
+    options = {"results": tmp_path / "results", "work": tmp_path / "work", "progress": False}
+    path = reproduce("ktied/figure4", "smoke", **options)
+    document = read_result(path)
+    del document["maps"][0]["setting"]
+    write_result(document, tmp_path / "results")
     before = path.read_text()
-    with pytest.raises(
-        ValueError, match="also holds cifar100, which a result of mnist alone would take from it"
-    ):
+    with pytest.raises(ValueError, match="also holds cifar100, but not which of its parts are theirs"):
         reproduce("ktied/figure4", "smoke", only=("mnist",), **options)
     assert path.read_text() == before
     with pytest.raises(ValueError, match="leaves nothing of resnet"):

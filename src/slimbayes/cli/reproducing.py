@@ -76,7 +76,8 @@ def reproduce(
         raise ConfigError(
             "which experiment? Name one, as ktied/table2; slimbayes reproduce --list shows them all"
         )
-    from slimbayes.experiments.running import RUNNERS, check_names, default_jobs, settings_of, train_for
+    from slimbayes.experiments.pool import default_jobs
+    from slimbayes.experiments.running import RUNNERS, check_names, settings_of, train_for
     from slimbayes.experiments.running import reproduce as run
     from slimbayes.experiments.session import OutOfTime, Session
 

@@ -29,6 +29,7 @@ class Table:
     title: str
     columns: tuple[str, ...]
     rows: dict[str, Row] = field(default_factory=dict)
+    setting: str | None = None
 
     def add(self, label: str, values: Mapping[str, float], errors: Mapping[str, float]) -> None:
         """Add one seed's numbers."""
@@ -71,7 +72,8 @@ class Table:
             {"label": label, "values": row.values, "errors": {c: mean(e) for c, e in row.errors.items()}}
             for label, row in self.rows.items()
         ]
-        return {"name": self.name, "title": self.title, "columns": list(self.columns), "rows": rows}
+        document = {"name": self.name, "title": self.title, "columns": list(self.columns), "rows": rows}
+        return document if self.setting is None else {**document, "setting": self.setting}
 
 
 @dataclass

@@ -11,9 +11,11 @@ A document holds, beside its ``experiment``, ``scale`` and ``settings``:
   ``y`` has one list per seed, each as long as ``x``.
 - ``maps``: ``{"name", "title", "panels": [{"label", "shape": [m, n], "values": [[...]]}]}``, block means of matrices.
 - ``checks``: ``{"what", "holds", "value", "bound"}``: what was to hold, as text, and whether it does.
+  Parts of an entry that has settings also name theirs, ``"setting"``: by it results of some settings are joined.
 - ``deviations``: sentences: where the run differs from the paper's.
 - ``runs``: every training run: setting, label, seed, training settings, steps, seconds.
-- ``provenance``: command, commit, seeds, fingerprints of data, hardware, seconds, package versions.
+- ``provenance``: command, commit, seeds, fingerprints of data, hardware, seconds, package versions;
+  ``joined``: where the settings come from that this call did not run.
 """
 
 from __future__ import annotations

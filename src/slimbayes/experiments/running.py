@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,11 +15,12 @@ import torch
 
 from slimbayes.experiments import ktied_figures, ktied_tables, ktied_times, ktied_tuning
 from slimbayes.experiments.catalogue import find
+from slimbayes.experiments.joining import held, join, joinable, tagged
 from slimbayes.experiments.ktied_recipes import Job, deviations, recipe, size_of, train
 from slimbayes.experiments.outcome import Outcome
+from slimbayes.experiments.pool import default_jobs, train_together
 from slimbayes.experiments.results import FORMAT, read_result, result_path, write_result
-from slimbayes.experiments.session import OutOfTime, Session
-from slimbayes.processes import workers
+from slimbayes.experiments.session import Session
 from slimbayes.provenance import provenance
 
 WORK = "slimbayes-reproduce"
@@ -62,7 +59,7 @@ _FIGURES = ("neg_elbo", "nll", "accuracy")
 RUNNERS: dict[str, Runner] = {
     "ktied/table1": Runner(ktied_tables.counts),
     "ktied/figure3": Runner(ktied_figures.figure3, _MLP_AND_CNN),
-    "ktied/figure4": Runner(ktied_figures.figure4, _MLP_AND_CNN),
+    "ktied/figure4": Runner(ktied_figures.figure4, _jobs(ktied_tables.converged, "cifar100", "mnist")),
     "ktied/table2": Runner(ktied_tables.table2, _MLP_AND_CNN),
     "ktied/figure5": Runner(ktied_tables.resnet_table("figure5", "resnet", _FIGURES), _RESNET),
     "ktied/table3": Runner(ktied_tables.resnet_table("table3", "resnet", ("brier", "nll", "ece")), _RESNET),
@@ -137,17 +134,15 @@ def reproduce(
     }
     session = Session(**options, progress=progress, say=say)  # type: ignore[arg-type]
     needed = settings_of(name, session)
-    if needed:
-        session.chosen(*needed)  # raises if nothing is left
-        _check_whole(result_path(results, name, scale), needed, session)
+    before = _other_settings(result_path(results, name, scale), needed, session)
     wanted = _wanted(runner, session)
     number = default_jobs() if jobs is None else jobs
     if number > 1 and not runner.alone and not trained:
-        _train_together(wanted, options, number, say)
+        train_together(wanted, options, number, say)
     with settings_kept():
         for job in wanted:
             train(session, job)
-        outcome = runner.report(session)
+        outcome = _report(runner, session, needed)
     spent = sum(run["seconds"] for run in session.runs)
     document = {
         "format": FORMAT, "version": 1, "experiment": name, "scale": scale,
@@ -162,7 +157,28 @@ def reproduce(
             seeds=sorted({run["seed"] for run in session.runs}),
         ),
     }  # fmt: skip
-    return write_result(document, results)
+    return write_result(document if before is None else join(document, before, needed), results)
+
+
+def _report(runner: Runner, session: Session, needed: tuple[str, ...]) -> Outcome:
+    """What the runner brings, one setting at a time: each part then says which setting it is of."""
+    if not needed:
+        return runner.report(session)
+    whole, only = Outcome(session.chosen(*needed)), session.only
+    try:
+        for setting in whole.settings:
+            session.only = (setting,)
+            one = runner.report(session)
+            for table in one.tables:
+                table.setting = setting
+            whole.tables += one.tables
+            whole.curves += tagged(one.curves, setting)
+            whole.maps += tagged(one.maps, setting)
+            whole.checks += tagged(one.checks, setting)
+            whole.deviations += [text for text in one.deviations if text not in whole.deviations]
+    finally:
+        session.only = only
+    return whole
 
 
 def _command(name: str, session: Session, jobs: int) -> str:
@@ -205,22 +221,21 @@ def settings_of(name: str, session: Session) -> tuple[str, ...]:
     return tuple(dict.fromkeys(job.setting for plan in RUNNERS[name].jobs for job in plan(session)))
 
 
-def _check_whole(path: Path, needed: tuple[str, ...], session: Session) -> None:
-    """A result of some settings must not take the place of one that has more."""
+def _other_settings(path: Path, needed: tuple[str, ...], session: Session) -> dict[str, Any] | None:
+    """The result that is already there, if it holds settings that this call leaves out."""
+    if not needed:
+        return None
     left_out = [setting for setting in needed if setting not in session.chosen(*needed)]
     if not left_out or not path.exists():
-        return
-    held = [setting for setting in left_out if setting in (read_result(path).get("settings") or {})]
-    if held:
+        return None
+    old = read_result(path)
+    others = held(old, left_out)
+    if others and not joinable(old):
         raise ValueError(
-            f"{path} also holds {', '.join(held)}, which a result of {', '.join(session.only)} alone would take "
-            f"from it: leave out --only, or choose another folder of results"
+            f"{path} also holds {', '.join(others)}, but not which of its parts are theirs, so that a result of "
+            f"{', '.join(session.only)} cannot be joined to it: leave out --only, or choose another folder of results"
         )
-
-
-def default_jobs() -> int:
-    """One process per GPU, or one."""
-    return max(1, torch.cuda.device_count())
+    return old if others else None
 
 
 def _wanted(runner: Runner, session: Session) -> list[Job]:
@@ -246,7 +261,7 @@ def train_for(names: Sequence[str], jobs: int, say: Callable[[str], None] = prin
     wanted = dict.fromkeys(job for runner in runners for job in _wanted(runner, session))
     # The longest first, so that none of them is left alone at the end.
     order = {"resnet": 0, "resnet-he": 0, "cifar100": 1, "mnist": 2}
-    _train_together(sorted(wanted, key=lambda job: order.get(job.setting, 3)), options, jobs, say)
+    train_together(sorted(wanted, key=lambda job: order.get(job.setting, 3)), options, jobs, say)
 
 
 def _setting(session: Session, setting: str, jobs: Iterable[Job]) -> dict[str, Any]:
@@ -261,57 +276,3 @@ def _setting(session: Session, setting: str, jobs: Iterable[Job]) -> dict[str, A
         "seeds": sorted({job.seed for job in mine}),
         "methods": {label: list(dict.fromkeys(texts)) for label, texts in methods.items()},
     }
-
-
-def _train_together(
-    jobs: list[Job], options: dict[str, Any], number: int, say: Callable[[str], None]
-) -> None:
-    """Train networks in several processes; what fails raises here, and what is done stays in ``work``."""
-    turn = multiprocessing.get_context("spawn").Value("i", 0)
-    ready = (options, turn, torch.cuda.device_count(), _threads(number))
-    late: OutOfTime | None = None
-    with workers(min(number, len(jobs)) or 1, _prepare, ready) as pool:
-        waiting = {pool.submit(_work, job): job for job in jobs}
-        for count, done in enumerate(concurrent.futures.as_completed(waiting), 1):
-            job = waiting[done]
-            try:
-                seconds = done.result()
-            except concurrent.futures.CancelledError:
-                continue
-            except OutOfTime as error:  # the others notice it too, and keep their state before they stop
-                late = error
-                for future in waiting:
-                    future.cancel()
-                continue
-            say(
-                f"{count}/{len(jobs)} {job.setting} {job.purpose} {job.label} seed {job.seed}: {seconds:.1f} s"
-            )
-    if late is not None:
-        raise late
-
-
-_session: Session | None = None  # of a process that works for another
-
-
-def _threads(processes: int) -> int:
-    """Threads of each of so many processes: together as many as this one has."""
-    return max(1, torch.get_num_threads() // processes)
-
-
-def _prepare(options: dict[str, Any], turn: Any, gpus: int, threads: int) -> None:
-    """Make a process ready; with several GPUs each takes the next one."""
-    global _session
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
-    torch.set_num_threads(threads)
-    if gpus > 1:
-        with turn.get_lock():
-            number, turn.value = turn.value, turn.value + 1
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        names = visible if len(visible) == gpus else [str(i) for i in range(gpus)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = names[number % gpus]  # before the first word to a GPU
-    _session = Session(**options, progress=False)
-
-
-def _work(job: Job) -> float:
-    assert _session is not None
-    return ktied_tables.measure(_session, job)

@@ -209,10 +209,8 @@ def choices(session: Session, setting: str, purpose: str = "annealed") -> str:
         training = recipe(session, setting, purpose, label).training
         steps = size.epochs * (prepared.num_train // size.batch_size)
         weight = training.kl_factor(steps - 1, steps)
-        parts.append(
-            f"{label} lr {training.lr:g} ({training.schedule}), {training.kl_coefficient:g} per batch, at the end "
-            f"{weight:.2g}"
-        )
+        rise = "not annealed" if training.kl_coefficient is None else f"{training.kl_coefficient:g} per batch"
+        parts.append(f"{label} lr {training.lr:g} ({training.schedule}), {rise}, at the end {weight:.2g}")
     if purpose == "by-elbo":
         return (
             f"{setting}: learning rate, prior scale and annealing have the lowest validation −ELBO of the sweep "

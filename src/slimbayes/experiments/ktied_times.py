@@ -14,7 +14,7 @@ from slimbayes.convert import bayesianize
 from slimbayes.draws import draw
 from slimbayes.experiments.ktied_recipes import Job, seeds_of, size_of, train, with_precision
 from slimbayes.experiments.ktied_tables import TITLES
-from slimbayes.experiments.outcome import Outcome, Table, curve
+from slimbayes.experiments.outcome import Outcome, Table, check, curve
 from slimbayes.experiments.session import Session
 from slimbayes.methods import KTied, MeanField
 from slimbayes.objective import elbo
@@ -97,6 +97,10 @@ def table4(session: Session) -> Outcome:
             middle = statistics.median(found)
             table.add(label, {"step_ms": middle, "step_ratio": middle / base}, {})
         outcome.tables.append(table)
+        if session.scale != "smoke":
+            ratio = table.mean("2-tied", "step_ratio") / table.mean("Mean-field", "step_ratio")
+            words = f"A 2-tied step takes no longer than mean-field's, {how}"
+            outcome.checks.append(check(words, ratio <= 1, ratio, "≤ 1"))
     outcome.deviations += [
         "The widths of the paper's two dense layers and its batch are not printed: 784-400-10 and 1,024 rows here.",
         f"The steps were interleaved in one run; medians of {_ROUNDS[session.scale]}.",

@@ -1,6 +1,9 @@
 """Settings for every test process."""
 
+import contextlib
+import importlib
 import os
+import pkgutil
 import sys
 import zlib
 from collections import Counter
@@ -11,7 +14,12 @@ import pytest
 # on an illegal instruction. Read by oneDNN when torch is first imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-import torch._dynamo  # noqa: F401 - slimbayes does not import the compiler, and tests reset it
+
+def pytest_configure(config):
+    if getattr(config.option, "numprocesses", None):
+        return  # the workers wait for this process, which runs no tests
+    with untraced():
+        import torch._dynamo  # noqa: F401 - slimbayes does not import the compiler, and tests reset it
 
 
 @pytest.fixture(scope="module")
@@ -26,29 +34,56 @@ def on_cpu():
         yield
 
 
-# A test whose lines are counted takes twice as long: Python traces those of torch and its compiler, too. Those marked
-# "uncounted" are not, but for every so many of their cases; they run all the same, and the coverage can only come out
-# too low.
+# A test whose lines are counted takes two to four times as long: Python traces those of torch and its compiler, too.
+# So a case is counted if it is the first with one of its parameters' values, and of a test marked "uncounted" no case
+# is, or one in so many. The others run all the same, and the coverage can only come out too low.
 UNCOUNTED = pytest.StashKey[bool]()
 
 
+@contextlib.contextmanager
+def untraced():
+    trace = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(trace)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Count what runs at the import of slimbayes, and neither other packages nor the collection of tests."""
+    if sys.gettrace() is None:
+        return (yield)
+    with untraced(), contextlib.suppress(ImportError):
+        import lightning.fabric  # noqa: F401 - a test would import it, traced
+
+    import slimbayes
+
+    for module in pkgutil.walk_packages(slimbayes.__path__, "slimbayes."):
+        if not module.name.endswith(("__main__", "._kernels")):
+            importlib.import_module(module.name)
+    with untraced():
+        return (yield)
+
+
 def pytest_collection_modifyitems(items):
-    numbers = Counter()
+    numbers, seen = Counter(), set()
     for item in items:
         mark, name = item.get_closest_marker("uncounted"), item.nodeid.split("[")[0]
         if mark is not None:
             every = mark.kwargs.get("but", 0)  # other cases in other tests
             item.stash[UNCOUNTED] = not every or numbers[name] % every != zlib.crc32(name.encode()) % every
             numbers[name] += 1
+        elif hasattr(item, "callspec"):
+            values = {(name, *value) for value in item.callspec.indices.items()}
+            item.stash[UNCOUNTED] = values <= seen
+            seen |= values
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    trace = sys.gettrace()
-    if trace is None or not item.stash.get(UNCOUNTED, False):
+    if not item.stash.get(UNCOUNTED, False):
         return (yield)
-    sys.settrace(None)  # of the test alone: its fixtures may be another's
-    try:
+    with untraced():  # the test alone: its fixtures may be another's
         return (yield)
-    finally:
-        sys.settrace(trace)

@@ -303,6 +303,7 @@ def test_a_compressed_model_is_what_ktied_makes(tmp_path):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.uncounted
 def test_a_compressed_model_compiles():
     model = sb.compress(mean_field(dense), 2)
     x, y = torch.randn(5, 9), torch.zeros(5, dtype=torch.long)

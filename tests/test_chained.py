@@ -94,7 +94,7 @@ def test_factors_of_logs(rank: int) -> None:
     torch.testing.assert_close(found[0][0], exact)
 
 
-@pytest.mark.uncounted(but=3)
+@pytest.mark.uncounted
 @pytest.mark.parametrize("name", NETWORKS)
 def test_joined_is_the_same(name: str) -> None:
     torch.manual_seed(0)

@@ -34,6 +34,7 @@ def rebuilt(model, build, path, **load):
 # Round trips
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_round_trips_bit_for_bit(method, tmp_path):
     model = convert(residual_net, METHODS[method]()).train()
@@ -81,6 +82,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_round_trip(name, tmp_path):
     model = convert(residual_net, OPTIONS[name])

@@ -254,8 +254,12 @@ def test_two_processes_give_the_same_numbers(wine):
 
 
 @pytest.mark.slow
-def test_an_error_ends_the_other_processes(tmp_path):
+def test_an_error_ends_the_other_processes(tmp_path, monkeypatch):
     """One contender diverges at once, the others would train for hours."""
+    # Processes that begin where the imports are done: these take longer than the rest.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["lightning.fabric", "slimbayes.cli", "slimbayes.training"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda *kind: server)
     fast = Contender("bad", "Deterministic()", {"lr": 1e30, "optimizer": "sgd", "momentum": 0.0})
     config = dataclasses.replace(
         WINE,

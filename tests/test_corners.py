@@ -121,6 +121,7 @@ class Checkpointed(nn.Module):
         return checkpoint(run, x, use_reentrant=False) if self.recompute else run(x)
 
 
+@pytest.mark.uncounted(but=8)
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("noise", ["example", "shared", "mean"])

@@ -22,6 +22,7 @@ def counted(build, method):
     return result, model
 
 
+@pytest.mark.uncounted(but=3)
 @pytest.mark.parametrize(
     ("build", "base", "batch_ensemble", "rank1"),
     [

@@ -332,6 +332,7 @@ DIFFERENTIABLE = {
 }
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("noise", ["example", "shared"])
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients_are_those_of_finite_differences(name, noise):

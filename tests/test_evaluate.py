@@ -71,6 +71,7 @@ def test_classes_against_one_prediction(method, noise):
     same(found, expected, 2e-6)
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("method", METHODS)
 def test_batch_size_and_chunk_do_not_matter(method):
     model, y = convert(lambda: mlp(3, 4), METHODS[method]()), labels(4)

@@ -13,6 +13,8 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.methods import METHODS
 
+pytestmark = pytest.mark.uncounted
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = (
     "classification", "fit", "mixed_rules", "own_data", "regression", "reproduce_table", "transformer",

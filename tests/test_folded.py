@@ -41,6 +41,7 @@ def choose(monkeypatch):
     return force
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("kind", MATRICES)
@@ -55,6 +56,7 @@ def test_matrices_agree_with_the_plain_path(kind, choice, large, choose, monkeyp
         compare_runs(case, sb.BatchEnsemble(components=3), {}, noise="example", samples=samples)
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_convolutions_agree_with_the_plain_path(kind, choose):
     choose(Choice(True, True))

@@ -97,6 +97,7 @@ def test_compiled_in_one_function(name: str) -> None:
     assert not fused.SCOPE.open and not fused.SCOPE.made
 
 
+@pytest.mark.uncounted
 def test_sums_of_changed_parameters_are_not_used() -> None:
     torch._dynamo.reset()
     model = build(sb.KTied())

@@ -61,6 +61,7 @@ def test_without_a_seed(monkeypatch, name):
         torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12, msg=key)
 
 
+@pytest.mark.uncounted
 def test_every_weight_has_noise_of_its_own():
     """The parts of the piece do not overlap: samples of all tensors are uncorrelated, of variance σ²."""
     torch.manual_seed(0)

@@ -115,6 +115,7 @@ def test_footprints_foretell_the_peak(method):
             assert peak <= foretold.peak(samples, examples) <= 4 * peak + 4096  # one draw alone is plainer
 
 
+@pytest.mark.uncounted
 def test_memory_does_not_grow_with_samples(monkeypatch):
     model = convert(lambda: mlp(3, 4, 64), METHODS["rank1"]()).eval()
     x = features(40)
@@ -138,6 +139,7 @@ def test_folding_keeps_a_prefix_in_one_piece():
     assert weights.fold(samples=100, batch=8, budget=0.0) == (1, 1)
 
 
+@pytest.mark.uncounted(but=6)
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, RuntimeError, MemoryError])
 @pytest.mark.parametrize("chunk", [None, 45])
 def test_out_of_memory_halves_the_rows(chunk, error):

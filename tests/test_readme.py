@@ -57,6 +57,7 @@ def executed(page):
     return space
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("page", RUN, ids=names(RUN))
 def test_blocks_run(page):
     executed(page)
@@ -94,6 +95,7 @@ def test_names_and_links_exist(page):
         assert (ROOT / file).exists(), f"{file} does not exist"
 
 
+@pytest.mark.uncounted
 def test_method_table_of_the_readme():
     """Each row's call has the defaults it shows, and its parameters on WRN-28-10 are those counted."""
     rows = re.findall(
@@ -124,6 +126,7 @@ def test_contributing_shows_the_example_as_it_is():
         assert code in example or textwrap.indent(code, "    ") in example, f"not in the example:\n{code}"
 
 
+@pytest.mark.uncounted
 def test_contributing_lists_every_room_in_the_order_of_imports():
     """A file imports only from its own row of the table, or from rows above it."""
     table = (ROOT / "CONTRIBUTING.md").read_text().split("## The rooms")[1].split("## Style")[0]

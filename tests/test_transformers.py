@@ -90,6 +90,7 @@ def test_runs_trains_and_predicts(network, method):
         assert float(spread.mean()) > 1e-3
 
 
+@pytest.mark.uncounted(but=3)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_means_are_the_plain_network(network, mode):
@@ -106,6 +107,7 @@ def test_means_are_the_plain_network(network, mode):
             torch.testing.assert_close(draw, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("method", METHODS)
 def test_seeds_survive_batch_and_sample_splits(method):
     """Masks of attention, [B, T] inputs and Conv1D layers, all at once."""

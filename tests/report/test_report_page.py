@@ -127,6 +127,7 @@ def evil(document):
     return EVIL + document if isinstance(document, str) else document
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("kind", ALL)
 def test_every_string_is_escaped(kind, tmp_path):
     document = evil(ALL[kind](seeds=1, methods=FEW[1:2], shifts=["noise"]))
@@ -186,6 +187,7 @@ def paths(node, path=()):
         yield from paths(item, (*path, key))
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("seed", range(8))
 def test_damage_gives_a_page_or_a_report_error(seed, tmp_path):
     rng = random.Random(seed)
@@ -287,6 +289,7 @@ def test_tidy_keeps_what_is_referenced():
     )
 
 
+@pytest.mark.uncounted
 @pytest.mark.slow
 def test_a_full_report_is_quick(tmp_path):
     """Seven methods, three seeds, five shifts: nothing is asserted of the time, which is printed with -s."""

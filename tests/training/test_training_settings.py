@@ -169,6 +169,7 @@ anything = strategies.recursive(
 NAMES = [field.name for field in dataclasses.fields(Training)]
 
 
+@pytest.mark.uncounted
 @settings(max_examples=150, deadline=None)
 @given(
     strategies.dictionaries(

@@ -51,11 +51,9 @@ def commit() -> str | None:
 
     Where the sources are a copy without their history, the environment variable SLIMBAYES_COMMIT names the commit.
     """
-    if named := os.environ.get("SLIMBAYES_COMMIT", "").strip():
-        return named
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("SLIMBAYES_COMMIT", "").strip() or None
     try:
         head = _git(root, "rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no", "src") else "")

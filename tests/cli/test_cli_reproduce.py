@@ -6,6 +6,7 @@ import re
 import pytest
 from helpers_cli import runner
 
+from slimbayes.experiments import running
 from slimbayes.experiments.catalogue import ENTRIES
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -42,6 +43,9 @@ def test_list_shows_every_entry_and_where_results_lie(slimbayes, tmp_path):
         (("rank1/table1",), "cannot be run yet"),
         (("ktied/table1", "--scale", "huge"), "scale='huge' is unknown; use one of smoke"),
         (("ktied/table2", "--only", "imdb"), "leaves nothing of mnist, cifar100"),
+        (("ktied/figure*", "--only", "mnsit"), "--only mnsit: these entries have mnist, cifar100"),
+        (("ktied/figure3", "ktied/figure4", "--only", "mnist,foo"), "--only foo: these entries have"),
+        (("ktied/table4", "--only", "mnist"), "only=mnist: this experiment has no settings"),
         (("ktied/table2", "--scale", "desk", "--only", "mnist"), "MNIST"),
     ],
 )
@@ -65,3 +69,21 @@ def test_only_chooses_among_the_entries_of_a_pattern(slimbayes, tmp_path):
     words = ("--results", tmp_path, "--work", tmp_path, "--only", "mnist", "--quiet", "--jobs", "1")
     done = slimbayes("reproduce", "ktied/figure[45]", *words)
     assert "ktied/figure4" in done.out and "ktied/figure5" not in done.out
+
+
+def test_processes_are_started_once_for_several_entries(slimbayes, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(running, "train_together", lambda jobs, *rest: started.append(len(jobs)))
+    words = (
+        "--only",
+        "mnist",
+        "--jobs",
+        "2",
+        "--quiet",
+        "--work",
+        tmp_path / "w",
+        "--results",
+        tmp_path / "r",
+    )
+    slimbayes("reproduce", "ktied/figure3", "ktied/figure4", *words)
+    assert started == [1] and len(list(tmp_path.glob("r/ktied/*.json"))) == 2

@@ -1,5 +1,6 @@
 """Pages of experiments: every number is backed, nothing is hidden, hostile text stays text."""
 
+import copy
 import importlib.util
 import json
 import math
@@ -25,6 +26,7 @@ from slimbayes.experiments.plots import fingerprint, mark_of, plots
 from slimbayes.experiments.results import check_result
 from slimbayes.experiments.state import state, survey
 from slimbayes.experiments.tables import Cell, Printed, join, markdown, our_parts, paper_text
+from slimbayes.report.page import figure_html
 from slimbayes.report.statistics import Stat
 
 
@@ -435,3 +437,42 @@ def test_docs_are_checked_against_the_results(copied, monkeypatch, capsys):
     assert generate.results(check=False) == 0
     assert "wrote docs/results/index.md" in capsys.readouterr().out
     assert generate.results(check=True) == 1 and (out / "mine.txt").exists()
+
+
+def test_seeds_are_told_by_setting_where_they_differ(results, out):
+    found = drawn()
+    found["settings"] = {"mnist": {"seeds": [0, 1, 2]}, "cifar100": {"seeds": [0]}}
+    found["experiment"] = "ktied/figure3"
+    write_result(found, results)
+    words = state(results, ENTRIES)["ktied/figure3"].results[-1].seeds
+    assert words == "mnist 3, cifar100 1 seeds"
+    index = build(results, out, ENTRIES).texts["index.md"]
+    assert f"{found['scale']}, mnist 3, cifar100 1 seeds |" in index
+    found["settings"]["cifar100"]["seeds"] = [0, 1, 2]
+    write_result(found, results)
+    assert state(results, ENTRIES)["ktied/figure3"].results[-1].seeds == "3 seeds"
+
+
+def test_panels_with_different_seeds_say_so():
+    one = {"x": "step", "y": "loss", "lines": [{"label": "a", "x": [1, 2], "y": [[1.0, 2.0]]}]}
+    three = copy.deepcopy(one)
+    three["lines"][0]["y"] *= 3
+    base = {"experiment": "ktied/figure7", "maps": []}
+    curves = [one | {"name": "m", "title": "MNIST: loss"}, three | {"name": "c", "title": "CIFAR: loss"}]
+    (plot,) = plots(base | {"curves": curves})
+    assert "means over seeds (MNIST: 1, CIFAR: 3)" in plot.caption
+    assert "One seed." in plots(base | {"curves": curves[:1]})[0].caption
+
+
+def test_wide_data_are_cut_to_a_few_rows():
+    item = {
+        "name": "m",
+        "title": "M",
+        "panels": [{"label": "p", "shape": [48, 48], "values": [[0.5] * 48] * 48}],
+    }
+    (plot,) = plots({"experiment": "ktied/figure4", "curves": [], "maps": [item]})
+    assert len(plot.rows) == 48 and len(plot.header) == 50
+    for panel in plot.panels:
+        panel.svg = "<svg></svg>"
+    html = figure_html(plot)
+    assert "first 9 of 48 rows; the CSV has all" in html and html.count("<tr>") == 1 + 9

@@ -18,6 +18,7 @@ from slimbayes.experiments.catalogue import ENTRIES
 from slimbayes.experiments.ktied_checks import parameter_checks
 from slimbayes.experiments.ktied_probes import snr
 from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, Choice, Job, recipe, size_of, train
+from slimbayes.experiments.ktied_times import without_start
 from slimbayes.experiments.networks import Prepared, count_parameters
 from slimbayes.experiments.outcome import Table
 from slimbayes.experiments.results import write_result
@@ -364,18 +365,19 @@ def test_a_result_of_some_settings_is_joined_to_one_of_more(tmp_path):
     assert list(before["settings"]) == ["cifar100", "mnist"]  # the paper's order
     assert [part["setting"] for part in before["maps"]] == ["cifar100", "mnist"]
     before["maps"][0]["title"] = before["maps"][1]["title"] = "kept"
-    before["deviations"] += ["cifar100: from a cloudy day.", "mnist: from a sunny day.", "On the moon."]
+    before["deviations"] += ["cifar100: from a cloudy day.", "mnist: from a sunny day."]
     write_result(before, tmp_path / "results")
     assert reproduce("ktied/figure4", "smoke", only=("mnist",), **options) == path
     after = read_result(path)
     assert list(after["settings"]) == ["cifar100", "mnist"] and len(after["runs"]) == 2
     assert [part["title"] == "kept" for part in after["maps"]] == [True, False]
     said = after["deviations"]
-    assert "cifar100: from a cloudy day." in said and "On the moon." in said and len(said) == len(set(said))
+    assert "cifar100: from a cloudy day." in said and len(said) == len(set(said))
+    assert all(text.startswith(("mnist: ", "cifar100: ")) for text in said)
     assert not any("sunny" in text or "not run" in text for text in said)
     made = after["provenance"]
     assert made["command"].endswith("--only mnist") and list(made["joined"]) == ["cifar100"]
-    assert before["provenance"]["created"] in made["joined"]["cifar100"]
+    assert made["joined"]["cifar100"]["created"] == before["provenance"]["created"]
     # again: the kept part goes on naming the call that made it
     reproduce("ktied/figure4", "smoke", only=("mnist",), **options)
     assert read_result(path)["provenance"]["joined"] == made["joined"]
@@ -500,7 +502,7 @@ def test_a_misprint_is_named_and_the_count_is_checked(tmp_path):
     table.name = "cifar100"
     table.rows = {"2-tied": table.rows["x"]}
     (found,) = parameter_checks(Session("gpu", tmp_path), "ktied/figure6", table)
-    assert found["holds"] and "misprinted there as 2,268 thousand" in found["what"]
+    assert found["holds"] and "the paper prints 2,268 thousand" in found["what"]
     table.rows["2-tied"].values["parameters"] = [2_268_000.0]
     assert not parameter_checks(Session("gpu", tmp_path), "ktied/figure6", table)[0]["holds"]
 
@@ -511,3 +513,19 @@ def test_parameters_printed_in_full_must_be_equal(tmp_path):
     assert parameter_checks(Session("gpu", tmp_path), "ktied/table5", table)[0]["holds"]
     table.rows["Mean-field"].values["parameters"] = [9_814_027.0]
     assert not parameter_checks(Session("gpu", tmp_path), "ktied/table5", table)[0]["holds"]
+
+
+def test_seeds_that_are_asked_for_are_all_run(tmp_path):
+    jobs = RUNNERS["ktied/by-elbo"].jobs[0](Session("gpu", tmp_path))
+    assert {job.seed for job in jobs} == {0, 1, 2}
+    for name in ("ktied/by-elbo", "ktied/local", "ktied/figure7", "ktied/figure6"):
+        plans = RUNNERS[name].jobs
+        jobs = [job for plan in plans for job in plan(Session("gpu", tmp_path, seeds=5))]
+        assert {job.seed for job in jobs} == set(range(5)), name
+
+
+def test_the_start_is_not_training_time():
+    """The first reading came late: a GPU started, a step was recorded."""
+    assert without_start([250, 500, 1000], [4.5, 4.75, 5.25]) == pytest.approx([0.25, 0.5, 1.0])
+    assert without_start([250, 500], [0.2, 0.5]) == [0.2, 0.5], "a quick start is no credit"
+    assert without_start([250], [4.5]) == [4.5]

@@ -86,7 +86,13 @@ def reproduce(
     check_names(names)
     if wanted and len(names) > 1:  # of a pattern, what has such settings
         trial = Session(scale, work, only=wanted)
-        names = [n for n in names if n not in RUNNERS or set(settings_of(n, trial)) & set(wanted)]
+        having = {name: settings_of(name, trial) for name in names}
+        known = list(dict.fromkeys(setting for settings in having.values() for setting in settings))
+        if unknown := [setting for setting in wanted if setting not in known]:
+            raise ConfigError(
+                f"--only {', '.join(unknown)}: these entries have {', '.join(known) or 'no settings'}"
+            )
+        names = [name for name in names if set(having[name]) & set(wanted)]
     jobs = default_jobs() if jobs is None else jobs
     o.set_threads(threads)
     begun = time.monotonic()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 PARTS = ("tables", "curves", "maps", "checks")
+ORIGIN = ("created", "commit", "command", "hardware", "versions")
 
 
 def tagged(parts: Sequence[dict[str, Any]], setting: str) -> list[dict[str, Any]]:
@@ -17,9 +18,19 @@ def tagged(parts: Sequence[dict[str, Any]], setting: str) -> list[dict[str, Any]
     return [{**part, "setting": setting} for part in parts]
 
 
+def named(text: str, setting: str) -> str:
+    """A sentence that begins with the name of its setting.
+
+    >>> named("Seed 0.", "mnist"), named("mnist: seed 0.", "mnist")
+    ('mnist: Seed 0.', 'mnist: seed 0.')
+    """
+    return text if text.startswith(f"{setting}: ") else f"{setting}: {text}"
+
+
 def held(old: dict[str, Any], left_out: Sequence[str]) -> list[str]:
     """The settings that a result holds, of those that a new call leaves out."""
-    return [setting for setting in left_out if setting in (old.get("settings") or {})]
+    settings = old.get("settings")
+    return [setting for setting in left_out if isinstance(settings, dict) and setting in settings]
 
 
 def joinable(old: dict[str, Any]) -> bool:
@@ -30,7 +41,7 @@ def joinable(old: dict[str, Any]) -> bool:
 def join(new: dict[str, Any], old: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """The new result, with the parts and runs of those ``settings`` that only the old one has, in their order.
 
-    Sentences that begin with the name of a setting are that setting's, the old one's others stay; where the kept parts
+    Deviations begin with the name of their setting; of the old ones those of kept settings stay. Where the kept parts
     come from is told under "joined" in the provenance.
     """
     kept = [s for s in settings if s in old["settings"] and s not in new["settings"]]
@@ -43,7 +54,7 @@ def join(new: dict[str, Any], old: dict[str, Any], settings: Sequence[str]) -> d
     document["deviations"] = _sentences(new, old, kept)
     made, before = dict(new["provenance"]), old["provenance"]
     known = before.get("joined") or {}
-    origin = f"{before['created']}, commit {before['commit']}, {before['command']}"
+    origin = {key: before[key] for key in ORIGIN if key in before}
     made["joined"] = {setting: known.get(setting, origin) for setting in kept}
     made["training_seconds"] = sum(run["seconds"] for run in document["runs"])
     made["seeds"] = sorted({run["seed"] for run in document["runs"]})
@@ -52,9 +63,8 @@ def join(new: dict[str, Any], old: dict[str, Any], settings: Sequence[str]) -> d
 
 
 def _sentences(new: dict[str, Any], old: dict[str, Any], kept: Sequence[str]) -> list[str]:
-    """The new ones but "not run", then the old ones but those of settings that were run again."""
+    """The new ones but "not run", then the old ones of kept settings."""
     missing = [f"{setting}: not run at this scale." for setting in kept]
     mine = [text for text in new["deviations"] if text not in missing]
-    again = tuple(f"{setting}: " for setting in new["settings"])
-    theirs = [text for text in old["deviations"] if not text.startswith(again)]
+    theirs = [text for text in old["deviations"] if text.startswith(tuple(f"{s}: " for s in kept))]
     return list(dict.fromkeys([*mine, *theirs]))

@@ -72,7 +72,8 @@ def parameter_checks(session: Session, name: str, table: Table) -> list[dict[str
         holds = wanted == (round(counted / 1000) if unit else counted)
         words = f"{table.title}: parameters of {label} equal the paper's"
         if (name, table.name, label) in MISPRINTED:
-            words += f" (misprinted there as {printed.value(label, column):,.0f}{unit})"
+            words = f"{table.title}: parameters of {label} as counted by hand (the paper prints "
+            words += f"{printed.value(label, column):,.0f}{unit})"
         found.append(check(words, holds, counted, f"{wanted:,.0f}{unit}"))
     return found
 

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from slimbayes import analysis
 from slimbayes.experiments.ktied_checks import differences, parameter_checks, trained_checks
-from slimbayes.experiments.ktied_recipes import LABELS, Job, choices, posthoc_choice, seeds_of, size_of, train
+from slimbayes.experiments.ktied_grid import searched
+from slimbayes.experiments.ktied_recipes import LABELS, Job, seeds_of, size_of, train
 from slimbayes.experiments.ktied_tables import DENSE, TITLES, converged, trained_table
+from slimbayes.experiments.ktied_words import choices, posthoc_choice, probed_choice
 from slimbayes.experiments.outcome import Outcome, Table, check, curve
 from slimbayes.experiments.session import Session
 
@@ -21,7 +23,7 @@ _NAMES = {"hidden.0": "dense 1", "hidden.1": "dense 2", "output": "output", "den
 
 def probed(session: Session, setting: str) -> list[Job]:
     """Networks trained without annealing whose −ELBO and SNR are measured on the way: three of the MLP, one LeNet."""
-    seeds = seeds_of(session, setting)[: 3 if setting == "mnist" else 1]
+    seeds = seeds_of(session, setting, 3 if setting == "mnist" else 1)
     return [Job(setting, "probed", label, seed) for seed in seeds for label in LABELS]
 
 
@@ -187,7 +189,7 @@ def figure6(session: Session) -> Outcome:
     outcome = Outcome(session.chosen("mnist", "cifar100"))
     for setting in outcome.settings:
         table = trained_table(session, setting)
-        outcome.deviations += [choices(session, setting), differences(table)]
+        outcome.deviations += [choices(session, setting), differences(table), searched(setting)]
         outcome.checks += [
             *trained_checks(table, setting),
             *parameter_checks(session, "ktied/figure6", table),
@@ -208,6 +210,7 @@ def _by_step(session: Session, outcome: Outcome) -> None:
     constant = _over_steps(session, "mnist", "constant", "constant", words)
     elbo = _over_steps(session, "mnist", "neg_elbo", "convergence", "MNIST, MLP: validation −ELBO at step")
     outcome.tables += [snr, pooled, average, constant, elbo]
+    outcome.deviations += probed_choice(session, "mnist")
     outcome.deviations.append(
         "SNR: the paper prints means over parameters. Here a mean is that of the few parameters whose units are nearly "
         "dead and whose gradients hardly vary, so the median stands beside the paper's numbers, and the mean below. "
@@ -236,6 +239,7 @@ def figure7(session: Session) -> Outcome:
     outcome = Outcome(session.chosen("mnist", "cifar100"))
     outcome.curves += [convergence_curves(session, setting) for setting in outcome.settings]
     for setting in outcome.settings:
+        outcome.deviations += probed_choice(session, setting)
         name, title = f"{setting}-convergence", f"{TITLES[setting]}: validation −ELBO at step"
         outcome.tables.append(_over_steps(session, setting, "neg_elbo", name, title))
     return outcome

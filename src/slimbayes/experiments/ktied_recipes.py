@@ -41,7 +41,7 @@ SIZES: dict[tuple[str, str], Size] = {
     ("mnist", "smoke"): Size("digits", "mlp(hidden=(24, 24))", 5, 256, 1, 4, 200, (8, 16, 20), 4),
     ("mnist", "desk"): Size("mnist", "mlp", 100, 1024, 3, 100, 10_000, (1000, 2000), 500),
     ("mnist", "gpu"): Size("mnist", "mlp", 300, 1024, 6, 100, 10_000, _PROBES, 250),
-    ("mnist", "paper"): Size("mnist", "mlp", 300, 1024, 5, 100, 10_000, _PROBES, 250),
+    ("mnist", "paper"): Size("mnist", "mlp", 300, 1024, 6, 100, 10_000, _PROBES, 250),
     ("cifar100", "smoke"): Size("digits", _LENET, 1, 256, 1, 2, 200, (2, 4), 2),
     ("cifar100", "desk"): Size("cifar100", _LENET, 20, 1024, 1, 20, 10_000, (100, 400, 700), 100),
     ("cifar100", "gpu"): Size("cifar100", _LENET, 300, 1024, 2, 100, 10_000, _PROBES, 250),
@@ -79,8 +79,9 @@ CHOSEN: dict[tuple[str, str, str], Choice] = {
     ("cifar100", "annealed", "Mean-field"): Choice(0.001, 0.2, 5e-05),
     **{("cifar100", "annealed", label): Choice(0.001, 0.2, 5e-05) for label in LABELS[1:]},
 }
-# The printed −ELBO of mean-field falls by 27 nats in 8,000 steps while log σ moves by at most lr per step: of the
-# paper's grid only 3e-4 fits, with 9.6 weights per training example.
+# Of the networks whose −ELBO is followed step by step the paper gives no rate. Mean-field's falls by 27 nats in 8,000
+# steps there; a log σ moves by at most lr per step, and 9.6 weights per example make that 7.7, 23 or 77 nats at 1e-4,
+# 3e-4 or 1e-3. 3e-4 is the nearest, not a fit: no prior of the grid starts as high as the printed 42.
 PROBED_LR = 3e-4
 
 
@@ -118,7 +119,7 @@ def recipe(
     """The recipe of a row.
 
     Purposes: "converged" without annealing; "annealed" with it, values chosen by NLL, or "by-elbo" by −ELBO; "probed"
-    and "timed" at the rate that the paper's numbers imply.
+    and "timed" without annealing at PROBED_LR.
     """
     size = size_of(setting, session.scale)
     if setting.startswith("resnet"):
@@ -200,45 +201,9 @@ def train(session: Session, job: Job) -> Trained:
     return session.trained(made, prepared, job.seed)
 
 
-def choices(session: Session, setting: str, purpose: str = "annealed") -> str:
-    """How the annealed rows of a setting were chosen, and how much the KL weighed at their end, in words."""
-    size = size_of(setting, session.scale)
-    prepared = prepare(session, setting)
-    parts = []
-    for label in LABELS:
-        training = recipe(session, setting, purpose, label).training
-        steps = size.epochs * (prepared.num_train // size.batch_size)
-        weight = training.kl_factor(steps - 1, steps)
-        rise = "not annealed" if training.kl_coefficient is None else f"{training.kl_coefficient:g} per batch"
-        parts.append(f"{label} lr {training.lr:g} ({training.schedule}), {rise}, at the end {weight:.2g}")
-    if purpose == "by-elbo":
-        return (
-            f"{setting}: learning rate, prior scale and annealing have the lowest validation −ELBO of the sweep "
-            f"(ktied/tuning), mean-field's and 2-tied's together: {'; '.join(parts)}."
-        )
-    return (
-        f"{setting}: learning rate and annealing of each row have the lowest validation NLL of the sweep "
-        f"(ktied/tuning), not the lowest −ELBO: {'; '.join(parts)}. Their −ELBO is "
-        f"not what was chosen for, and is not to be compared with the paper's."
-    )
-
-
-def posthoc_choice(session: Session, setting: str) -> list[str]:
-    """How the networks of the post-hoc study were chosen, in words; the residual network has the paper's values."""
-    if setting.startswith("resnet"):
-        return []
-    training = recipe(session, setting, "converged", "Mean-field").training
-    prior = CHOSEN[setting, "converged", "Mean-field"].prior
-    return [
-        f"{setting}: the mean-field networks, trained without annealing, have the lowest validation −ELBO of the sweep "
-        f"(ktied/tuning): lr {training.lr:g} ({training.schedule}), prior scale {prior:g}. A schedule of the learning "
-        f"rate is ours; the paper names none."
-    ]
-
-
-def seeds_of(session: Session, setting: str) -> range:
-    """The seeds of a setting at the session's scale."""
-    return range(session.seeds or size_of(setting, session.scale).seeds)
+def seeds_of(session: Session, setting: str, most: int | None = None) -> range:
+    """The seeds of a setting at the session's scale, at most so many; those that the caller asked for, all of them."""
+    return range(session.seeds or min(size_of(setting, session.scale).seeds, most or 1000))
 
 
 def with_precision(session: Session) -> None:
@@ -247,34 +212,3 @@ def with_precision(session: Session) -> None:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
-
-
-def deviations(session: Session, setting: str) -> list[str]:
-    """Where a setting at this scale differs from the paper's, in words."""
-    size, paper = size_of(setting, session.scale), size_of(setting, "paper")
-    said = []
-    if size.data != paper.data:
-        said.append(
-            f"{setting}: trained on {size.data}, not on {paper.data}: only a test that the code runs."
-        )
-    elif size.data.startswith("cifar"):
-        said.append(f"{setting}: {session.used.get(size.data, {}).get('source', '')}")
-    if size.epochs != paper.epochs:
-        words = f"{setting}: {size.epochs} epoch{'s' * (size.epochs > 1)} instead of {paper.epochs}"
-        said.append(
-            words + (f", with {size.lr_scale:g} times the learning rate." if size.lr_scale != 1 else ".")
-        )
-    if size.samples != 100:
-        said.append(f"{setting}: predictions average {size.samples} weight samples, the paper's 100.")
-    if setting.startswith("resnet") and session.device.type == "cuda":
-        said.append(
-            f"{setting}: trained in bfloat16 (mixed), evaluated in float32 with TensorFloat-32 products."
-        )
-    elif session.device.type == "cuda":
-        said.append(f"{setting}: float32 with TensorFloat-32 matrix products.")
-    if not setting.startswith("resnet"):
-        said.append(
-            f"{setting}: mean-field standard deviations are softplus(ρ), not exp: the same to 1 % while σ < 0.02, and "
-            "their gradients have the same signal-to-noise ratio."
-        )
-    return said

@@ -112,8 +112,7 @@ def _curves(group: Sequence[Mapping[str, Any]], styles: Mapping[str, Style]) -> 
             )
         )
         rows += [[curve["title"], label, x, y.mean, y.error] for label, points in lines for x, y in points]
-    n = max(len(line["y"]) for curve in group for line in curve["lines"])
-    words = "One seed." if n == 1 else f"Lines are means over {n} seeds, bands ± one standard error."
+    words = _seeds(titles, [max(len(line["y"]) for line in curve["lines"]) for curve in group])
     y = first["y"][:1].upper() + first["y"][1:]
     subjects = {curve["title"].split(": ")[0] for curve in group if ": " in curve["title"]}
     subject = f"{subjects.pop()}: " if len(subjects) == 1 else ""
@@ -129,6 +128,16 @@ def _curves(group: Sequence[Mapping[str, Any]], styles: Mapping[str, Style]) -> 
         [(label, styles[label]) for label in labels],
         across=min(3, len(group)),
     )
+
+
+def _seeds(titles: Sequence[str], counts: Sequence[int]) -> str:
+    """What the lines of a figure's panels are."""
+    if set(counts) == {1}:
+        return "One seed."
+    if len(set(counts)) == 1:
+        return f"Lines are means over {counts[0]} seeds, bands ± one standard error."
+    each = ", ".join(f"{title}: {n}" for title, n in zip(titles, counts, strict=True))
+    return f"Lines are means over seeds ({each}), bands ± one standard error where there are several."
 
 
 def _ends(title: str, lines: Sequence[Line]) -> str:

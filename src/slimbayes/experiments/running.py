@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from slimbayes.experiments import ktied_figures, ktied_tables, ktied_times, ktied_tuning
+from slimbayes.experiments import ktied_figures, ktied_grid, ktied_tables, ktied_times, ktied_tuning
 from slimbayes.experiments.catalogue import find
-from slimbayes.experiments.joining import held, join, joinable, tagged
-from slimbayes.experiments.ktied_recipes import Job, deviations, recipe, size_of, train
+from slimbayes.experiments.joining import held, join, joinable, named, tagged
+from slimbayes.experiments.ktied_recipes import Job, recipe, size_of, train
+from slimbayes.experiments.ktied_words import deviations
 from slimbayes.experiments.outcome import Outcome
 from slimbayes.experiments.pool import default_jobs, train_together
 from slimbayes.experiments.results import FORMAT, read_result, result_path, write_result
@@ -84,7 +85,7 @@ RUNNERS: dict[str, Runner] = {
     "ktied/by-elbo": Runner(ktied_tables.by_elbo, (_by_elbo_jobs,)),
     "ktied/time": Runner(ktied_times.time_to_elbo, (ktied_times.timed,), alone=True),
     "ktied/compress": Runner(ktied_tables.compression, _MLP_AND_CNN),
-    "ktied/tuning": Runner(ktied_tuning.tuning, (ktied_tuning.tuning_jobs,)),
+    "ktied/tuning": Runner(ktied_tuning.tuning, (ktied_grid.tuning_jobs,)),
 }
 
 
@@ -175,7 +176,7 @@ def _report(runner: Runner, session: Session, needed: tuple[str, ...]) -> Outcom
             whole.curves += tagged(one.curves, setting)
             whole.maps += tagged(one.maps, setting)
             whole.checks += tagged(one.checks, setting)
-            whole.deviations += [text for text in one.deviations if text not in whole.deviations]
+            whole.deviations += [named(text, setting) for text in one.deviations]
     finally:
         session.only = only
     return whole
@@ -224,6 +225,8 @@ def settings_of(name: str, session: Session) -> tuple[str, ...]:
 def _other_settings(path: Path, needed: tuple[str, ...], session: Session) -> dict[str, Any] | None:
     """The result that is already there, if it holds settings that this call leaves out."""
     if not needed:
+        if session.only:
+            raise ValueError(f"only={', '.join(session.only)}: this experiment has no settings; leave it out")
         return None
     left_out = [setting for setting in needed if setting not in session.chosen(*needed)]
     if not left_out or not path.exists():

@@ -27,6 +27,7 @@ _KNOWN = {
     "training_seconds": "Time of all training",
     "fingerprints": "Fingerprints of data",
     "versions": "Versions",
+    "joined": "Kept from earlier calls",
 }
 
 
@@ -56,11 +57,9 @@ class Section:
 
     def facts(self) -> dict[str, str]:
         """The scale and the seeds."""
-        n = self.result.seeds
-        return {
-            "Scale": self.result.scale,
-            "Seeds": f"{n} ({self.entry.seeds} in the paper)" if n else "none",
-        }
+        words = self.result.seeds.removesuffix(" seeds").removesuffix(" seed") or "none"
+        paper = "" if self.entry.beyond else f" ({self.entry.seeds} in the paper)"
+        return {"Scale": self.result.scale, "Seeds": words + (paper if self.result.seeds else "")}
 
     def provenance(self) -> dict[str, tuple[str, bool]]:
         """What made the result: values by title, and whether they are code; what we do not know comes last."""
@@ -122,7 +121,7 @@ def status(state: State) -> str:
             else "not run"
         )
     first = results[0]
-    seeds = f", {first.seeds} {'seed' if first.seeds == 1 else 'seeds'}" if first.seeds else ""
+    seeds = f", {first.seeds}" if first.seeds else ""
     others = "".join(f"; also {result.scale}" for result in results[1:])
     return f"{first.scale}{seeds}{others}"
 

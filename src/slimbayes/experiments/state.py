@@ -16,13 +16,13 @@ Source = str | Path | Sequence[str | Path]  # a folder of results, or result fil
 
 @dataclass(frozen=True)
 class Result:
-    """A result file: how many of its checks hold, and how many seeds its tables have at most."""
+    """A result file: how many of its checks hold, and how many seeds it has, in words."""
 
     scale: str
     path: Path
     shown: str  # the path from the results' folder on, as pages print it
     created: str
-    seeds: int
+    seeds: str
     holds: int
     checks: int
     document: Mapping[str, Any] = field(repr=False, compare=False)
@@ -101,11 +101,23 @@ def _result(document: Mapping[str, Any], path: Path, shown: str) -> Result:
     rows = [row for table in document["tables"] for row in table["rows"]]
     counts = [len(values) for row in rows for values in row["values"].values()]
     counts += [len(line["y"]) for curve in document["curves"] for line in curve["lines"]]
-    named = document["provenance"].get("seeds")
-    seeds = len(named) if isinstance(named, list) and named else max(counts, default=0)
+    seeds = _seeds(document, max(counts, default=0))
     holds = sum(check["holds"] for check in document["checks"])
     created = str(document["provenance"].get("created") or "")
     return Result(document["scale"], path, shown, created, seeds, holds, len(document["checks"]), document)
+
+
+def _seeds(document: Mapping[str, Any], most: int) -> str:
+    """ "3 seeds", or by setting where they differ; "" where there are none."""
+    settings = document.get("settings")
+    known = settings.items() if isinstance(settings, Mapping) else ()
+    lists = {s: v.get("seeds") for s, v in known if isinstance(v, Mapping)}
+    counts = {s: len(seeds) for s, seeds in lists.items() if isinstance(seeds, list) and seeds}
+    named = document["provenance"].get("seeds")
+    if len(set(counts.values())) > 1:
+        return ", ".join(f"{setting} {n}" for setting, n in counts.items()) + " seeds"
+    n = next(iter(counts.values()), len(named) if isinstance(named, list) and named else most)
+    return f"{n} {'seed' if n == 1 else 'seeds'}" if n else ""
 
 
 def _named(shown: str, entries: Mapping[str, Experiment]) -> str | None:

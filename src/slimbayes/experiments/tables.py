@@ -141,7 +141,7 @@ def note(table: Table) -> str:
     elif most:
         parts.append(f"Ours: mean ± standard error over {most} seeds.")
     if any(cell.examples is not None for cell in table.cells()):
-        parts.append("[± ]: standard error over test examples.")
+        parts.append("[± ]: standard error over examples.")
     if any(cell.ours and cell.ours.mean is None for cell in table.cells()):
         parts.append("Not finite: at least one run gave no finite number.")
     if table.error_of:

@@ -476,3 +476,18 @@ def test_wide_data_are_cut_to_a_few_rows():
         panel.svg = "<svg></svg>"
     html = figure_html(plot)
     assert "first 9 of 48 rows; the CSV has all" in html and html.count("<tr>") == 1 + 9
+
+
+@pytest.mark.parametrize("levels", [40, 900])
+def test_deep_nesting_is_damage(results, out, levels):
+    deep = {}
+    for _ in range(levels):
+        deep = {"a": deep}
+    found = document() | {"settings": {"mnist": deep}}
+    with pytest.raises(ResultError, match="nested deeper than 30 levels"):
+        check_result(found, "here")
+    path = results / "ktied" / "figure3.gpu.json"
+    path.write_text(json.dumps(found | {"experiment": "ktied/figure3"}))
+    pages = build(results, out, ENTRIES)
+    pages.html()
+    assert len(pages.survey.states["ktied/figure3"].damaged) == 1

@@ -31,6 +31,7 @@ from slimbayes.files import write_whole
 FORMAT = "slimbayes-experiment"
 SCALES = ("smoke", "desk", "gpu", "paper")
 _AGAIN = "run its experiment again"
+_DEPTH = 30  # levels of nesting: ours have ten
 _LISTS = ("tables", "curves", "maps", "checks", "deviations", "runs")
 
 
@@ -69,6 +70,8 @@ def check_result(document: Any, origin: str) -> dict[str, Any]:
     """The document itself, if it has the parts of a result."""
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ResultError(f"{origin}: no result of slimbayes reproduce (its format is not {FORMAT!r})")
+    if _deeper(document, _DEPTH):
+        raise ResultError(f"{origin}: its values are nested deeper than {_DEPTH} levels; {_AGAIN}")
     if document.get("version") != 1:
         raise ResultError(
             f"{origin}: version {document.get('version')!r} is not known here: update slimbayes"
@@ -90,6 +93,12 @@ def check_result(document: Any, origin: str) -> dict[str, Any]:
     if not isinstance(document.get("provenance"), dict):
         raise ResultError(f"{origin}: its provenance is missing; run its experiment again")
     return document
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether a value is nested deeper than so many levels."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_deeper(one, levels - 1) for one in inner)
 
 
 def _check_table(table: Any, origin: str) -> None:

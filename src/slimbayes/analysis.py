@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +14,7 @@ from slimbayes.layers.base import Converted
 from slimbayes.methods.base import check_count, check_positive
 from slimbayes.posteriors import EPSILON, KTiedPosterior, NormalPosterior, Posterior
 from slimbayes.record import ATTRIBUTE, converted_layers, find_record, unwrap
-from slimbayes.selection import Selection
+from slimbayes.selection import Selection, kept, listing, selected
 
 __all__ = ["Moments", "explained_variance", "low_rank", "matrices", "spectrum", "stddevs", "truncate"]
 
@@ -243,13 +241,14 @@ def spread_layers(
     for name, selection, keep in (("include", include, True), ("exclude", exclude, False)):
         if selection is None:
             continue
-        selection = _kept(selection)
-        hit = {layer for layer, module in known.items() if _selected(selection, layer, module)}
+        selection = kept(selection)
+        assert selection is not None
+        hit = {layer for layer, module in known.items() if selected(selection, layer, module)}
         if not hit:
-            raise ValueError(f"{name}={selection!r} matches no layer; the layers are: {_listing(known)}")
+            raise ValueError(f"{name}={selection!r} matches no layer; the layers are: {listing(known)}")
         chosen = {layer: module for layer, module in chosen.items() if (layer in hit) is keep}
     if not chosen:
-        raise ValueError(f"exclude={exclude!r} leaves no layer of: {_listing(known)}")
+        raise ValueError(f"exclude={exclude!r} leaves no layer of: {listing(known)}")
     return chosen
 
 
@@ -260,7 +259,7 @@ def tied_names(
     exclude: Selection | None = None,
 ) -> list[str]:
     """The names of the selected layers and of those that share a posterior with one, in the model's order."""
-    exclude = None if exclude is None else _kept(exclude)
+    exclude = kept(exclude)
     chosen = spread_layers(model, kinds, include, exclude)
     posteriors = {rule_of(layer).weight: name for name, layer in chosen.items()}
     together: list[str] = []
@@ -268,30 +267,10 @@ def tied_names(
         other = posteriors.get(rule_of(layer).weight)
         if other is None:
             continue
-        if name not in chosen and exclude is not None and _selected(exclude, name, layer):
+        if name not in chosen and exclude is not None and selected(exclude, name, layer):
             raise ValueError(
                 f"layers {other!r} and {name!r} share one weight and its σ: exclude={exclude!r} cannot part them. "
                 f"Exclude both, or neither"
             )
         together.append(name)
     return together
-
-
-def _kept(selection: Selection) -> Selection:
-    return selection if isinstance(selection, str) or callable(selection) else tuple(selection)
-
-
-def _selected(selection: Any, name: str, module: nn.Module) -> bool:
-    """As in ``bayesianize``, but a type is the one that the layer had before its conversion."""
-    if isinstance(selection, str):
-        return re.search(selection, name) is not None
-    if isinstance(selection, type):
-        return isinstance(module, selection)
-    if callable(selection):
-        return bool(selection(name, module))
-    return any(_selected(item, name, module) for item in selection)
-
-
-def _listing(layers: dict[str, Converted]) -> str:
-    names: Sequence[str] = [f"{name or '(root)'} ({layer.title})" for name, layer in layers.items()]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from slimbayes.layers import UNSUPPORTED, converted_class
-from slimbayes.layers.base import require_weight
+from slimbayes.layers.base import Converted, require_weight
 from slimbayes.layers.dropout import ACTIVE
 from slimbayes.methods import DeepEnsemble, Deterministic, MCDropout, Method
 from slimbayes.methods.base import Outline
@@ -25,7 +25,7 @@ MethodOrRules = Method | Sequence[Choice]
 def read_rules(method: MethodOrRules, include: Selection | None) -> list[Choice]:
     """The list of (selection, method) that the user's arguments stand for."""
     if isinstance(method, Method):
-        return [(_kept(include), method)]
+        return [(kept(include), method)]
     if isinstance(method, type) and issubclass(method, Method):
         raise TypeError(f"pass an instance, sb.{method.__name__}(), not the class {method.__name__}")
     if not isinstance(method, Sequence) or isinstance(method, str) or not method:
@@ -43,11 +43,11 @@ def read_rules(method: MethodOrRules, include: Selection | None) -> list[Choice]
             f"the rules have different numbers of components ({', '.join(map(str, sorted(counts)))}), but "
             f"one draw has one component axis; give all of them the same number"
         )
-    return [(_kept(selection), chosen) for selection, chosen in method]
+    return [(kept(selection), chosen) for selection, chosen in method]
 
 
-def _kept(selection: Selection | None) -> Selection | None:
-    # Every layer is held against the selection, and an iterator would be empty after the first.
+def kept(selection: Selection | None) -> Selection | None:
+    """A selection that can be used again: every layer is held against it, and an iterator is empty after the first."""
     if selection is None or isinstance(selection, str) or callable(selection):
         return selection
     return tuple(selection)
@@ -83,7 +83,7 @@ def _candidates(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Mo
 
 def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) -> Plan:
     """Hold every layer of the model against the rules; the first that matches takes it."""
-    exclude = _kept(exclude)
+    exclude = kept(exclude)
     known, unsupported = _candidates(model)
     outline = Outline(tuple(known.values()))
     plan = Plan({}, {}, [], [])
@@ -98,7 +98,7 @@ def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) 
     for name, module in {**known, **unsupported}.items():
         if plan.ensembled(name):
             continue
-        if exclude is not None and _selected(exclude, name, module):
+        if exclude is not None and selected(exclude, name, module):
             plan.left_alone.append((name, type(module).__name__, EXCLUDED))
             continue
         choice = _first_rule(rules, name, module, outline)
@@ -128,7 +128,7 @@ def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) 
         plan.dropouts = [
             name
             for name, module in dropouts.items()
-            if not plan.ensembled(name) and not (exclude is not None and _selected(exclude, name, module))
+            if not plan.ensembled(name) and not (exclude is not None and selected(exclude, name, module))
         ]
     return plan
 
@@ -147,7 +147,7 @@ def _first_rule(rules: list[Choice], name: str, module: nn.Module, outline: Outl
         if isinstance(method, DeepEnsemble):
             continue
         chosen = (
-            method.selects(name, module, outline) if selection is None else _selected(selection, name, module)
+            method.selects(name, module, outline) if selection is None else selected(selection, name, module)
         )
         if chosen:
             return index
@@ -161,14 +161,15 @@ def _refusal(method: Method, module: nn.Module) -> str | None:
     return method.refuses(layer)
 
 
-def _selected(selection: Selection, name: str, module: nn.Module) -> bool:
+def selected(selection: Selection, name: str, module: nn.Module) -> bool:
+    """Whether a selection holds a layer; a type is the layer's own, that before its conversion if it was converted."""
     if isinstance(selection, str):
         return re.search(selection, name) is not None
     if isinstance(selection, type):
-        return type(module) is selection
+        return isinstance(module, selection) if isinstance(module, Converted) else type(module) is selection
     if callable(selection):
         return bool(selection(name, module))
-    return any(_selected(item, name, module) for item in selection)
+    return any(selected(item, name, module) for item in selection)
 
 
 def _plan_ensemble(
@@ -185,9 +186,9 @@ def _plan_ensemble(
     for name, module in model.named_modules():
         if name == "" or any(name.startswith(outer + ".") or outer == "" for outer in plan.wholes):
             continue
-        if next(module.parameters(), None) is None or not _selected(selection, name, module):
+        if next(module.parameters(), None) is None or not selected(selection, name, module):
             continue
-        if exclude is None or not _selected(exclude, name, module):
+        if exclude is None or not selected(exclude, name, module):
             plan.wholes[name] = index
     return index in plan.wholes.values()
 
@@ -195,12 +196,14 @@ def _plan_ensemble(
 def _check_exclude(exclude: Selection | None, rules: list[Choice], layers: dict[str, nn.Module]) -> None:
     if exclude is None or any(isinstance(method, DeepEnsemble) for _, method in rules):
         return  # an ensemble's exclusions speak of whole modules
-    if not any(_selected(exclude, name, module) for name, module in layers.items()):
-        raise ValueError(f"exclude={exclude!r} matches no layer; the layers are: {_listing(layers)}")
+    if not any(selected(exclude, name, module) for name, module in layers.items()):
+        raise ValueError(f"exclude={exclude!r} matches no layer; the layers are: {listing(layers)}")
 
 
-def _listing(layers: dict[str, nn.Module]) -> str:
-    names = [f"{name or '(root)'} ({type(m).__name__})" for name, m in layers.items()]
+def listing(layers: Mapping[str, nn.Module]) -> str:
+    """The first layers by name and type, for messages."""
+    kinds = {name: m.title if isinstance(m, Converted) else type(m).__name__ for name, m in layers.items()}
+    names = [f"{name or '(root)'} ({kind})" for name, kind in kinds.items()]
     return (", ".join(names[:8]) or "none") + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -209,7 +212,7 @@ def _check_matched(rules: list[Choice], matched: list[bool], known: dict[str, nn
         if hit:
             continue
         what = f"the selection {selection!r}" if selection is not None else f"the default of {method!r}"
-        raise ValueError(f"{what} matches no layer. The layers that can be converted are: {_listing(known)}")
+        raise ValueError(f"{what} matches no layer. The layers that can be converted are: {listing(known)}")
 
 
 def check_ensemble_ties(modules: dict[str, nn.Module], plan: Plan) -> None:

@@ -17,7 +17,7 @@ from slimbayes.report.panels import Plot
 from slimbayes.report.provenance import pairs
 
 _BLANK = '<svg viewBox="0 0 1 1"></svg>'
-_LEAD = (
+LEAD = (
     "Every table and figure of the papers, and what came out here. Ours stand beside the paper's numbers; each number "
     "is read from the JSON file that the section names. Scales: desk is a small run on a CPU, gpu a run on one "
     "GPU, shortened where its deviations say so, paper the full one."
@@ -64,7 +64,7 @@ def _entries(survey: Survey, out: Path) -> str:
         f"<li><code>{text(damage.shown)}</code>: {text(damage.why)}</li>" for damage in damages(survey)
     )
     return (
-        f'<p class="note">{_LEAD}</p>\n<div class="box"><div class="scroll" tabindex="0" role="region" '
+        f'<p class="note">{LEAD}</p>\n<div class="box"><div class="scroll" tabindex="0" role="region" '
         'aria-label="All entries"><table class="plain entries"><caption class="hidden">Entries and their state'
         "</caption>"
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></div>\n"
@@ -110,7 +110,7 @@ def _article(part: Section, out: Path) -> str:
 
 def _figure(plot: Plot) -> str:
     panels = [replace(panel, svg=panel.svg or _BLANK) for panel in plot.panels]
-    return f"<!-- numbers: {fingerprint(plot)} -->{figure_html(replace(plot, panels=panels), level=4)}"
+    return f"<!-- numbers: {fingerprint(plot)} -->{figure_html(replace(plot, panels=panels), level=4, csv=False)}"
 
 
 def _checks(part: Section) -> str:

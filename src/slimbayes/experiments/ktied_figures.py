@@ -70,23 +70,12 @@ def _explained(session: Session, setting: str) -> tuple[Table, list[dict[str, An
     return table, checks
 
 
-def figure3(session: Session) -> Outcome:
-    """Spectra of the dense layers of the MLP and of LeNet."""
-    outcome = Outcome(session.chosen("mnist", "cifar100"))
-    for setting in outcome.settings:
-        outcome.deviations += posthoc_choice(session, setting)
-        outcome.curves += spectra(session, setting)
-        table, checks = _explained(session, setting)
-        outcome.tables.append(table)
-        outcome.checks += checks
-    return outcome
-
-
-def figure12(session: Session) -> Outcome:
-    """Spectra of the ResNet's layers."""
-    outcome = Outcome(session.chosen("resnet"))
-    outcome.curves += spectra(session, "resnet")
-    table, checks = _explained(session, "resnet")
+def variances(session: Session, setting: str) -> Outcome:
+    """Spectra of the dense layers of the MLP and of LeNet (Figure 3), and of the ResNet's layers (Figure 12)."""
+    outcome = Outcome()
+    outcome.deviations += posthoc_choice(session, setting)
+    outcome.curves += spectra(session, setting)
+    table, checks = _explained(session, setting)
     outcome.tables.append(table)
     outcome.checks += checks
     return outcome
@@ -111,53 +100,50 @@ def heat_map(name: str, title: str, matrix: Tensor) -> dict[str, Any]:
     return {"name": name, "title": title, "panels": drawn}
 
 
-def figure4(session: Session) -> Outcome:
+def figure4(session: Session, setting: str) -> Outcome:
     """Heat maps of the first dense layer: LeNet's as in the paper, and the MLP's."""
-    outcome = Outcome(session.chosen("cifar100", "mnist"))
-    for setting in outcome.settings:
-        outcome.deviations += posthoc_choice(session, setting)
-        layer = "dense" if setting == "cifar100" else "hidden.0"
-        matrix = analysis.matrices(train(session, converged(session, setting)[0]).model)[layer].stddev.cpu()
-        words = f"{TITLES[setting]}: σ of the first dense layer (rows: inputs, columns: outputs)"
-        outcome.maps.append(heat_map(f"{setting}-{layer.replace('.', '')}", words, matrix))
+    outcome = Outcome()
+    outcome.deviations += posthoc_choice(session, setting)
+    layer = "dense" if setting == "cifar100" else "hidden.0"
+    matrix = analysis.matrices(train(session, converged(session, setting)[0]).model)[layer].stddev.cpu()
+    words = f"{TITLES[setting]}: σ of the first dense layer (rows: inputs, columns: outputs)"
+    outcome.maps.append(heat_map(f"{setting}-{layer.replace('.', '')}", words, matrix))
     outcome.deviations.append(f"Maps are means of blocks, at most {PIXELS}×{PIXELS}; seed 0.")
     return outcome
 
 
-def figure11(session: Session) -> Outcome:
+def figure11(session: Session, setting: str) -> Outcome:
     """Heat maps of convolutions of the ResNet, kernels as [h·w·inputs, outputs]."""
-    outcome = Outcome(session.chosen("resnet"))
-    matrices = analysis.matrices(train(session, converged(session, "resnet")[0]).model)
+    outcome = Outcome()
+    matrices = analysis.matrices(train(session, converged(session, setting)[0]).model)
     for layer in ("block1.conv2", "block2.conv2", "block4.conv2"):
-        words = f"{TITLES['resnet']}: σ of {layer}"
-        outcome.maps.append(
-            heat_map(f"resnet-{layer.replace('.', '-')}", words, matrices[layer].stddev.cpu())
-        )
+        words = f"{TITLES[setting]}: σ of {layer}"
+        name = f"{setting}-{layer.replace('.', '-')}"
+        outcome.maps.append(heat_map(name, words, matrices[layer].stddev.cpu()))
     outcome.deviations.append(f"Maps are means of blocks, at most {PIXELS}×{PIXELS}; seed 0.")
     return outcome
 
 
-def figure10(session: Session) -> Outcome:
+def figure10(session: Session, setting: str) -> Outcome:
     """Mean standard deviation of every layer over training, of the ResNet as in the paper and of the MLP."""
-    outcome = Outcome(session.chosen("resnet", "mnist"))
-    for setting in outcome.settings:
-        outcome.deviations += posthoc_choice(session, setting)
-        by_layer: dict[str, list[list[float]]] = {}
-        steps: list[float] = []
-        for job in converged(session, setting):
-            probes = train(session, job).probes
-            steps = [float(step) for step in sorted(map(int, probes))]
-            for layer in next(iter(probes.values()))["stddev"]:
-                line = [probes[str(int(step))]["stddev"][layer] for step in steps]
-                by_layer.setdefault(layer, []).append(line)
-        lines = [(_NAMES.get(layer, layer), steps, ys) for layer, ys in by_layer.items()]
-        words = f"{TITLES[setting]}: mean posterior standard deviation over training"
-        outcome.curves.append(curve(f"{setting}-stddev", words, "step", "mean σ", lines, log_y=True))
-        table = Table(f"{setting}-stddev", words, ("middle", "end"))
-        for name, _, ys in lines:
-            for one in ys:
-                table.add(name, {"middle": one[len(one) // 2], "end": one[-1]}, {})
-        outcome.tables.append(table)
+    outcome = Outcome()
+    outcome.deviations += posthoc_choice(session, setting)
+    by_layer: dict[str, list[list[float]]] = {}
+    steps: list[float] = []
+    for job in converged(session, setting):
+        probes = train(session, job).probes
+        steps = [float(step) for step in sorted(map(int, probes))]
+        for layer in next(iter(probes.values()))["stddev"]:
+            line = [probes[str(int(step))]["stddev"][layer] for step in steps]
+            by_layer.setdefault(layer, []).append(line)
+    lines = [(_NAMES.get(layer, layer), steps, ys) for layer, ys in by_layer.items()]
+    words = f"{TITLES[setting]}: mean posterior standard deviation over training"
+    outcome.curves.append(curve(f"{setting}-stddev", words, "step", "mean σ", lines, log_y=True))
+    table = Table(f"{setting}-stddev", words, ("middle", "end"))
+    for name, _, ys in lines:
+        for one in ys:
+            table.add(name, {"middle": one[len(one) // 2], "end": one[-1]}, {})
+    outcome.tables.append(table)
     return outcome
 
 
@@ -184,18 +170,17 @@ def convergence_curves(session: Session, setting: str) -> dict[str, Any]:
     return curve(f"{setting}-convergence", words, "step", "−ELBO per example", lines, log_y=True)
 
 
-def figure6(session: Session) -> Outcome:
+def figure6(session: Session, setting: str) -> Outcome:
     """Trained rows, gradient SNR and −ELBO by step."""
-    outcome = Outcome(session.chosen("mnist", "cifar100"))
-    for setting in outcome.settings:
-        table = trained_table(session, setting)
-        outcome.deviations += [choices(session, setting), differences(table), searched(setting)]
-        outcome.checks += [
-            *trained_checks(table, setting),
-            *parameter_checks(session, "ktied/figure6", table),
-        ]
-        outcome.tables.append(table.select("neg_elbo", "nll", "accuracy", "parameters_k", "parameters"))
-    if "mnist" in outcome.settings:
+    outcome = Outcome()
+    table = trained_table(session, setting)
+    outcome.deviations += [choices(session, setting), differences(table), searched(setting)]
+    outcome.checks += [
+        *trained_checks(table, setting),
+        *parameter_checks(session, "ktied/figure6", table),
+    ]
+    outcome.tables.append(table.select("neg_elbo", "nll", "accuracy", "parameters_k", "parameters"))
+    if setting == "mnist":
         _by_step(session, outcome)
     return outcome
 
@@ -234,12 +219,11 @@ def _by_step(session: Session, outcome: Outcome) -> None:
             outcome.checks.append(check(words, below < 0, below, "< 0"))
 
 
-def figure7(session: Session) -> Outcome:
+def figure7(session: Session, setting: str) -> Outcome:
     """Convergence of the MLP and of LeNet."""
-    outcome = Outcome(session.chosen("mnist", "cifar100"))
-    outcome.curves += [convergence_curves(session, setting) for setting in outcome.settings]
-    for setting in outcome.settings:
-        outcome.deviations += probed_choice(session, setting)
-        name, title = f"{setting}-convergence", f"{TITLES[setting]}: validation −ELBO at step"
-        outcome.tables.append(_over_steps(session, setting, "neg_elbo", name, title))
+    outcome = Outcome(
+        curves=[convergence_curves(session, setting)], deviations=probed_choice(session, setting)
+    )
+    name, title = f"{setting}-convergence", f"{TITLES[setting]}: validation −ELBO at step"
+    outcome.tables.append(_over_steps(session, setting, "neg_elbo", name, title))
     return outcome

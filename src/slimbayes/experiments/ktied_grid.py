@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slimbayes.experiments.ktied_recipes import Choice, Job
 from slimbayes.experiments.session import Session
 
@@ -12,58 +14,53 @@ def tuning_jobs(session: Session) -> list[Job]:
     return jobs if session.scale != "smoke" else [jobs[0], jobs[-1]]
 
 
+BOTH = ("Mean-field", "2-tied")
+RATES = (1e-4, 3e-4, 1e-3, 3e-3)
+PRIORS = (0.2, 0.3)
+SLOPES = (5e-5, 5e-6)  # of the KL's weight per batch
+
+
 def all_jobs() -> list[Job]:
-    """The paper's grids, for seed 0: whole on MNIST with a constant rate and annealing, else a part."""
-    rates = (1e-4, 3e-4, 1e-3, 3e-3)
-    jobs = [
-        Job("mnist", "annealed", label, 0, Choice(lr, prior, coefficient))
-        for label in ("Mean-field", "2-tied")
-        for lr in rates
-        for prior in (0.2, 0.3)
-        for coefficient in (5e-5, 5e-6)
-    ]
-    jobs += [
-        Job("mnist", "converged", "Mean-field", 0, Choice(lr, p)) for lr in rates[1:] for p in (0.2, 0.3)
-    ]
-    jobs += [
-        Job("cifar100", "annealed", "2-tied", 0, Choice(lr, 0.2, coefficient))
-        for lr in rates[1:3]
-        for coefficient in (5e-5, 5e-6)
-    ]
-    jobs += [*lenet_jobs(), *cosine_jobs("mnist"), *cosine_jobs("cifar100")]
-    return jobs
+    """The paper's grids, for seed 0: whole on MNIST with a constant rate and annealing, else a part.
 
-
-def lenet_jobs() -> list[Job]:
-    """LeNet at the highest rates, with the faster annealing and without any."""
-    tried = {
-        "2-tied": ((1e-3, 0.3), (3e-3, 0.2), (3e-3, 0.3)),
-        "Mean-field": ((1e-3, 0.2), (3e-3, 0.2), (3e-3, 0.3)),
-    }
-    annealed = [
-        Job("cifar100", "annealed", label, 0, Choice(lr, prior, 5e-5))
-        for label, pairs in tried.items()
-        for lr, prior in pairs
-    ]
+    With a cosine the learning rate falls to 0: a step that never shrinks leaves its noise in the last weights.
+    """
     return [
-        *annealed,
-        *[Job("cifar100", "converged", "Mean-field", 0, Choice(lr, 0.2)) for lr in (1e-3, 3e-3)],
+        *_grid("mnist", BOTH, RATES, PRIORS, SLOPES),
+        *_grid("mnist", BOTH, RATES[1:], PRIORS, SLOPES, "cosine"),
+        *_grid("mnist", BOTH[:1], RATES[1:], PRIORS, (None,)),
+        *_grid("mnist", BOTH[:1], RATES[2:], PRIORS[:1], (None,), "cosine"),
+        *_grid("cifar100", BOTH[1:], RATES[1:3], PRIORS[:1], SLOPES),
+        *_grid("cifar100", BOTH[1:], RATES[2:3], PRIORS[1:], SLOPES[:1]),
+        *_grid("cifar100", BOTH[:1], RATES[2:3], PRIORS[:1], SLOPES[:1]),
+        *_grid("cifar100", BOTH, RATES[3:], PRIORS, SLOPES[:1]),
+        *_grid("cifar100", BOTH, RATES[2:], PRIORS[:1], SLOPES[:1], "cosine"),
+        *_grid("cifar100", BOTH[:1], RATES[2:], PRIORS[:1], (None,)),
+        *_grid("cifar100", BOTH[:1], RATES[3:], PRIORS[:1], (None,), "cosine"),
     ]
 
 
-def cosine_jobs(setting: str) -> list[Job]:
-    """The learning rate falls to 0 along a cosine: a step that never shrinks leaves its noise in the last weights."""
-    mnist = setting == "mnist"
-    jobs = [
-        Job(setting, "annealed", label, 0, Choice(lr, prior, coefficient, "cosine"))
-        for label in ("Mean-field", "2-tied")
-        for lr in ((3e-4, 1e-3, 3e-3) if mnist else (1e-3, 3e-3))
-        for prior in ((0.2, 0.3) if mnist else (0.2,))
-        for coefficient in ((5e-5, 5e-6) if mnist else (5e-5,))
-    ]
-    rates = (1e-3, 3e-3) if mnist else (3e-3,)
-    return jobs + [
-        Job(setting, "converged", "Mean-field", 0, Choice(lr, 0.2, schedule="cosine")) for lr in rates
+def _grid(
+    setting: str,
+    labels: Sequence[str],
+    rates: Sequence[float],
+    priors: Sequence[float],
+    slopes: Sequence[float | None],
+    schedule: str = "constant",
+) -> list[Job]:
+    """All combinations; without a slope of the KL's weight there is no annealing."""
+    return [
+        Job(
+            setting,
+            "converged" if slope is None else "annealed",
+            label,
+            0,
+            Choice(lr, prior, slope, schedule),
+        )
+        for label in labels
+        for lr in rates
+        for prior in priors
+        for slope in slopes
     ]
 
 

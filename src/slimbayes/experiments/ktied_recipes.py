@@ -203,7 +203,8 @@ def train(session: Session, job: Job) -> Trained:
 
 def seeds_of(session: Session, setting: str, most: int | None = None) -> range:
     """The seeds of a setting at the session's scale, at most so many; those that the caller asked for, all of them."""
-    return range(session.seeds or min(size_of(setting, session.scale).seeds, most or 1000))
+    number = size_of(setting, session.scale).seeds
+    return range(session.seeds or (number if most is None else min(number, most)))
 
 
 def with_precision(session: Session) -> None:

@@ -105,22 +105,21 @@ TITLES = {
 }
 
 
-def table2(session: Session) -> Outcome:
+def table2(session: Session, setting: str) -> Outcome:
     """Table 2: what clipped SVDs of σ do to trained mean-field networks."""
-    outcome = Outcome(session.chosen("mnist", "cifar100"))
-    for setting in outcome.settings:
-        outcome.deviations += [*posthoc_choice(session, setting), searched(setting)]
-        table = posthoc(session, setting).select("neg_elbo", "nll", "accuracy")
-        outcome.tables.append(table)
-        outcome.checks += posthoc_checks(table)
+    outcome = Outcome()
+    outcome.deviations += [*posthoc_choice(session, setting), searched(setting)]
+    table = posthoc(session, setting).select("neg_elbo", "nll", "accuracy")
+    outcome.tables.append(table)
+    outcome.checks += posthoc_checks(table)
     return outcome
 
 
-def resnet_table(name: str, setting: str, columns: Sequence[str]) -> Any:
+def resnet_table(name: str, columns: Sequence[str]) -> Any:
     """Figure 5, Tables 3 and 5 and Figure 9: columns of the same post-hoc study."""
 
-    def report(session: Session) -> Outcome:
-        outcome = Outcome(session.chosen(setting))
+    def report(session: Session, setting: str) -> Outcome:
+        outcome = Outcome()
         table = posthoc(session, setting).select(*columns)
         outcome.tables.append(table)
         if "nll" in columns:
@@ -151,54 +150,51 @@ def trained_table(
     return table
 
 
-def by_elbo(session: Session) -> Outcome:
+def by_elbo(session: Session, setting: str) -> Outcome:
     """The MNIST table of Figure 6 with hyper-parameters chosen by −ELBO instead of NLL."""
-    outcome = Outcome(session.chosen("mnist"))
-    table = trained_table(session, "mnist", purpose="by-elbo")
+    outcome = Outcome()
+    table = trained_table(session, setting, purpose="by-elbo")
     outcome.tables.append(table.select("neg_elbo", "nll", "accuracy", "parameters_k"))
-    outcome.checks += trained_checks(table, "mnist")
-    outcome.deviations += [choices(session, "mnist", "by-elbo"), differences(table)]
+    outcome.checks += trained_checks(table, setting)
+    outcome.deviations += [choices(session, setting, "by-elbo"), differences(table)]
     return outcome
 
 
-def local(session: Session) -> Outcome:
+def local(session: Session, setting: str) -> Outcome:
     """The MNIST table of Figure 6 with the local estimator, beside the shared one."""
-    outcome = Outcome(session.chosen("mnist"))
-    table = trained_table(session, "mnist", "local").select("neg_elbo", "nll", "accuracy", "parameters_k")
-    shared = trained_table(session, "mnist").select("neg_elbo", "nll", "accuracy", "parameters_k")
-    joined = Table("mnist", TITLES["mnist"], table.columns)
+    outcome = Outcome()
+    table = trained_table(session, setting, "local").select("neg_elbo", "nll", "accuracy", "parameters_k")
+    shared = trained_table(session, setting).select("neg_elbo", "nll", "accuracy", "parameters_k")
+    joined = Table(setting, TITLES[setting], table.columns)
     for label in LABELS:
         joined.take(label, shared.rows[label])
         joined.take(f"{label}, local", table.rows[label])
     outcome.tables.append(joined)
-    outcome.deviations.append(choices(session, "mnist"))
-    outcome.deviations.append(
-        "mnist: the local rows take the values of the shared ones, and were not searched."
-    )
+    outcome.deviations.append(choices(session, setting))
+    outcome.deviations.append("The local rows take the values of the shared ones, and were not searched.")
     return outcome
 
 
-def compression(session: Session) -> Outcome:
+def compression(session: Session, setting: str) -> Outcome:
     """``sb.compress`` beside the paper's clipped SVD."""
-    outcome = Outcome(session.chosen("mnist", "cifar100"))
-    for setting in outcome.settings:
-        outcome.deviations += posthoc_choice(session, setting)
-        table = posthoc(session, setting, extra=True).select("neg_elbo", "nll", "accuracy", "parameters")
-        outcome.tables.append(table)
-        for rank in RANKS:
-            ours, theirs = (table.mean(f"{rank}-tied{end}", "neg_elbo") for end in (", sb.compress", ""))
-            words = f"{table.title}: −ELBO of sb.compress at rank {rank} is not above the clipped SVD's"
-            outcome.checks.append(check(words, ours <= theirs, ours - theirs, "≤ 0"))
+    outcome = Outcome()
+    outcome.deviations += posthoc_choice(session, setting)
+    table = posthoc(session, setting, extra=True).select("neg_elbo", "nll", "accuracy", "parameters")
+    outcome.tables.append(table)
+    for rank in RANKS:
+        ours, theirs = (table.mean(f"{rank}-tied{end}", "neg_elbo") for end in (", sb.compress", ""))
+        words = f"{table.title}: −ELBO of sb.compress at rank {rank} is not above the clipped SVD's"
+        outcome.checks.append(check(words, ours <= theirs, ours - theirs, "≤ 0"))
     return outcome
 
 
-def counts(session: Session) -> Outcome:
+def counts(session: Session, setting: str) -> Outcome:
     """Table 1: variational parameters of a 784×400 matrix, counted where slimbayes has the family."""
     from slimbayes.convert import bayesianize
     from slimbayes.methods import KTied, MeanField, Method
 
     m, n = 784, 400
-    outcome = Outcome(())
+    outcome = Outcome()
     table = Table("counts", f"Variational parameters of a {m}×{n} matrix", ("parameters",))
     families: dict[str, Method] = {"Mean-field": MeanField(biases=False)}
     families |= {f"{k}-tied": KTied(rank=k, biases=False) for k in RANKS}

@@ -79,12 +79,12 @@ def _times(session: Session, width: int, rows: int, captured: bool) -> dict[str,
     return times
 
 
-def table4(session: Session) -> Outcome:
+def table4(session: Session, setting: str) -> Outcome:
     """Step times of two dense layers: point estimate, mean-field and 2-tied, interleaved in one run."""
     with_precision(session)
     cuda = session.device.type == "cuda"
     width, rows = (64, 64) if session.scale == "smoke" else (400, 1024)
-    outcome = Outcome(())
+    outcome = Outcome()
     for captured in (True, False) if cuda else (False,):
         how = "recorded as a CUDA graph" if captured else "eager"
         title = f"Training step, two dense layers 784-{width}-10, {rows} rows, {how}"
@@ -132,9 +132,9 @@ def without_start(steps: list[int], seconds: list[float]) -> list[float]:
     return [second - start for second in seconds]
 
 
-def time_to_elbo(session: Session) -> Outcome:
+def time_to_elbo(session: Session, setting: str) -> Outcome:
     """Seconds of training until the validation −ELBO has fallen to given values."""
-    outcome = Outcome(session.chosen("mnist"))
+    outcome = Outcome()
     lines, runs = [], {}
     for job in timed(session):
         probes = train(session, job).probes
@@ -145,9 +145,9 @@ def time_to_elbo(session: Session) -> Outcome:
         label = f"{job.label}, {job.estimator}"
         runs[label] = (steps, seconds, values)
         lines.append((label, seconds, [values]))
-    words = f"{TITLES['mnist']}: −ELBO on validation data against seconds of training"
+    words = f"{TITLES[setting]}: −ELBO on validation data against seconds of training"
     outcome.curves.append(
-        curve("mnist-time", words, "seconds of training", "−ELBO per example", lines, log_y=True)
+        curve(f"{setting}-time", words, "seconds of training", "−ELBO per example", lines, log_y=True)
     )
     worst_end = max(values[-1] for _, _, values in runs.values())
     start = max(values[0] for _, _, values in runs.values())
@@ -155,7 +155,7 @@ def time_to_elbo(session: Session) -> Outcome:
     levels = list(dict.fromkeys(level for level in rounded if level >= worst_end))
     columns = tuple(f"to {level:g}, s" for level in levels)
     table = Table(
-        "mnist-time", "Seconds of training to a validation −ELBO", (*columns, "step, ms", "last −ELBO")
+        f"{setting}-time", "Seconds of training to a validation −ELBO", (*columns, "step, ms", "last −ELBO")
     )
     for label, (steps, seconds, values) in runs.items():
         row = {}
@@ -167,10 +167,10 @@ def time_to_elbo(session: Session) -> Outcome:
         row["last −ELBO"] = values[-1]
         table.add(label, row, {})
     outcome.tables.append(table)
-    every = size_of("mnist", session.scale).curve_every
+    every = size_of(setting, session.scale).curve_every
     outcome.deviations.append(
         f"Times are read every {every} steps, without the time of measuring, and without what the first {every} steps "
         f"took longer than the others (the start of the GPU, the recording of a step); one run each."
     )
-    outcome.deviations += probed_choice(session, "mnist")
+    outcome.deviations += probed_choice(session, setting)
     return outcome

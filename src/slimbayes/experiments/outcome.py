@@ -29,7 +29,6 @@ class Table:
     title: str
     columns: tuple[str, ...]
     rows: dict[str, Row] = field(default_factory=dict)
-    setting: str | None = None
 
     def add(self, label: str, values: Mapping[str, float], errors: Mapping[str, float]) -> None:
         """Add one seed's numbers."""
@@ -72,15 +71,13 @@ class Table:
             {"label": label, "values": row.values, "errors": {c: mean(e) for c, e in row.errors.items()}}
             for label, row in self.rows.items()
         ]
-        document = {"name": self.name, "title": self.title, "columns": list(self.columns), "rows": rows}
-        return document if self.setting is None else {**document, "setting": self.setting}
+        return {"name": self.name, "title": self.title, "columns": list(self.columns), "rows": rows}
 
 
 @dataclass
 class Outcome:
-    """The parts of a result that the runner knows."""
+    """The parts of a result that the runner knows, of one setting."""
 
-    settings: tuple[str, ...]
     tables: list[Table] = field(default_factory=list)
     curves: list[dict[str, Any]] = field(default_factory=list)
     maps: list[dict[str, Any]] = field(default_factory=list)

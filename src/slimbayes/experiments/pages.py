@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimbayes.experiments.entry import PAPERS, Experiment, Paper
-from slimbayes.experiments.html import page_html
+from slimbayes.experiments.html import LEAD, page_html
 from slimbayes.experiments.plots import fingerprint, mark_of, marked, slug
 from slimbayes.experiments.sections import (
     Section,
@@ -26,11 +26,6 @@ from slimbayes.files import write_whole
 from slimbayes.report.panels import Plot, compose, printable, render
 
 NOTE = "<!-- Written by slimbayes report from the JSON files of results: do not edit. -->"
-INTRO = """\
-Every table and figure of the papers, and what came out here. Ours stand beside the paper's numbers; each number is
-read from the JSON file that the section names. Scales: desk is a small run on a CPU, gpu a run on one GPU, shortened
-where its deviations say so, paper the full one. Everything on one page, with light and dark:
-[results.html](results.html)."""
 HTML = "results.html"
 
 
@@ -133,7 +128,7 @@ def _ours(path: Path) -> bool:
 
 
 def _index(found: Survey, papers: list[Paper], out: Path) -> str:
-    parts = ["# Results", NOTE, INTRO]
+    parts = ["# Results", NOTE, f"{LEAD} Everything on one page, with light and dark: [{HTML}]({HTML})."]
     for paper in papers:
         rows = [_row(state, out) for state in found.states.values() if state.entry.paper is paper]
         head = "| Item | State | Checks that hold | Date | Result |\n|---|---|---|---|---|"

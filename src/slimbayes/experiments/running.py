@@ -15,7 +15,7 @@ import torch
 
 from slimbayes.experiments import ktied_figures, ktied_grid, ktied_tables, ktied_times, ktied_tuning
 from slimbayes.experiments.catalogue import find
-from slimbayes.experiments.joining import held, join, joinable, named, tagged
+from slimbayes.experiments.joining import PARTS, held, join, joinable, named, tagged
 from slimbayes.experiments.ktied_recipes import Job, recipe, size_of, train
 from slimbayes.experiments.ktied_words import deviations
 from slimbayes.experiments.outcome import Outcome
@@ -29,9 +29,12 @@ WORK = "slimbayes-reproduce"
 
 @dataclass(frozen=True)
 class Runner:
-    """How an experiment runs: the networks it needs, and what it makes of them."""
+    """How an experiment runs: the networks it needs, and what it makes of them.
 
-    report: Callable[[Session], Outcome]
+    ``report(session, setting)`` is called for each of its settings, and once with "" where it has none.
+    """
+
+    report: Callable[[Session, str], Outcome]
     jobs: tuple[Callable[[Session], Sequence[Job]], ...] = ()
     alone: bool = False  # its networks are trained one at a time, because their seconds are measured
 
@@ -59,11 +62,11 @@ _RESNET = _jobs(ktied_tables.converged, "resnet")
 _FIGURES = ("neg_elbo", "nll", "accuracy")
 RUNNERS: dict[str, Runner] = {
     "ktied/table1": Runner(ktied_tables.counts),
-    "ktied/figure3": Runner(ktied_figures.figure3, _MLP_AND_CNN),
+    "ktied/figure3": Runner(ktied_figures.variances, _MLP_AND_CNN),
     "ktied/figure4": Runner(ktied_figures.figure4, _jobs(ktied_tables.converged, "cifar100", "mnist")),
     "ktied/table2": Runner(ktied_tables.table2, _MLP_AND_CNN),
-    "ktied/figure5": Runner(ktied_tables.resnet_table("figure5", "resnet", _FIGURES), _RESNET),
-    "ktied/table3": Runner(ktied_tables.resnet_table("table3", "resnet", ("brier", "nll", "ece")), _RESNET),
+    "ktied/figure5": Runner(ktied_tables.resnet_table("figure5", _FIGURES), _RESNET),
+    "ktied/table3": Runner(ktied_tables.resnet_table("table3", ("brier", "nll", "ece")), _RESNET),
     "ktied/figure6": Runner(
         ktied_figures.figure6,
         (*_jobs(ktied_tables.annealed, "mnist", "cifar100"), *_jobs(ktied_figures.probed, "mnist")),
@@ -71,16 +74,16 @@ RUNNERS: dict[str, Runner] = {
     "ktied/figure7": Runner(ktied_figures.figure7, _jobs(ktied_figures.probed, "mnist", "cifar100")),
     "ktied/table4": Runner(ktied_times.table4, alone=True),
     "ktied/table5": Runner(
-        ktied_tables.resnet_table("table5", "resnet", (*_FIGURES, "parameters", "parameters_percent")),
+        ktied_tables.resnet_table("table5", (*_FIGURES, "parameters", "parameters_percent")),
         _RESNET,
     ),
     "ktied/figure9": Runner(
-        ktied_tables.resnet_table("figure9", "resnet-he", _FIGURES),
+        ktied_tables.resnet_table("figure9", _FIGURES),
         _jobs(ktied_tables.converged, "resnet-he"),
     ),
     "ktied/figure10": Runner(ktied_figures.figure10, (*_RESNET, *_jobs(ktied_tables.converged, "mnist"))),
     "ktied/figure11": Runner(ktied_figures.figure11, _RESNET),
-    "ktied/figure12": Runner(ktied_figures.figure12, _RESNET),
+    "ktied/figure12": Runner(ktied_figures.variances, _RESNET),
     "ktied/local": Runner(ktied_tables.local, (_local_jobs,)),
     "ktied/by-elbo": Runner(ktied_tables.by_elbo, (_by_elbo_jobs,)),
     "ktied/time": Runner(ktied_times.time_to_elbo, (ktied_times.timed,), alone=True),
@@ -136,6 +139,7 @@ def reproduce(
     session = Session(**options, progress=progress, say=say)  # type: ignore[arg-type]
     needed = settings_of(name, session)
     before = _other_settings(result_path(results, name, scale), needed, session)
+    settings = session.chosen(*needed) if needed else ()
     wanted = _wanted(runner, session)
     number = default_jobs() if jobs is None else jobs
     if number > 1 and not runner.alone and not trained:
@@ -143,14 +147,12 @@ def reproduce(
     with settings_kept():
         for job in wanted:
             train(session, job)
-        outcome = _report(runner, session, needed)
+        parts = _report(runner, session, settings)
     spent = sum(run["seconds"] for run in session.runs)
     document = {
         "format": FORMAT, "version": 1, "experiment": name, "scale": scale,
-        "settings": {setting: _setting(session, setting, wanted) for setting in outcome.settings},
-        "tables": [table.document() for table in outcome.tables], "curves": outcome.curves, "maps": outcome.maps,
-        "checks": outcome.checks,
-        "deviations": _deviations(session, name, outcome),
+        "settings": {setting: _setting(session, setting, wanted) for setting in settings},
+        **parts, "deviations": [*_deviations(session, needed), *parts["deviations"]],
         "runs": session.runs,
         "provenance": provenance(
             command=_command(name, session, number), seconds=time.monotonic() - begun, training_seconds=spent,
@@ -161,25 +163,16 @@ def reproduce(
     return write_result(document if before is None else join(document, before, needed), results)
 
 
-def _report(runner: Runner, session: Session, needed: tuple[str, ...]) -> Outcome:
-    """What the runner brings, one setting at a time: each part then says which setting it is of."""
-    if not needed:
-        return runner.report(session)
-    whole, only = Outcome(session.chosen(*needed)), session.only
-    try:
-        for setting in whole.settings:
-            session.only = (setting,)
-            one = runner.report(session)
-            for table in one.tables:
-                table.setting = setting
-            whole.tables += one.tables
-            whole.curves += tagged(one.curves, setting)
-            whole.maps += tagged(one.maps, setting)
-            whole.checks += tagged(one.checks, setting)
-            whole.deviations += [named(text, setting) for text in one.deviations]
-    finally:
-        session.only = only
-    return whole
+def _report(runner: Runner, session: Session, settings: Sequence[str]) -> dict[str, list[Any]]:
+    """The parts that the runner makes, setting by setting: each says which it is of."""
+    parts: dict[str, list[Any]] = {name: [] for name in (*PARTS, "deviations")}
+    for setting in settings or ("",):
+        outcome = runner.report(session, setting)
+        found = {**vars(outcome), "tables": [table.document() for table in outcome.tables]}
+        for name in PARTS:
+            parts[name] += tagged(found[name], setting) if setting else found[name]
+        parts["deviations"] += [named(text, setting) if setting else text for text in outcome.deviations]
+    return parts
 
 
 def _command(name: str, session: Session, jobs: int) -> str:
@@ -246,15 +239,11 @@ def _wanted(runner: Runner, session: Session) -> list[Job]:
     return [job for job in found if not session.only or job.setting in session.only]
 
 
-def _deviations(session: Session, name: str, outcome: Outcome) -> list[str]:
-    """Where this call differs from the paper: settings that were not run, scales, and what the runner says."""
-    names = settings_of(name, session)
-    missing = [f"{setting}: not run at this scale." for setting in names if setting not in outcome.settings]
-    return [
-        *missing,
-        *[text for s in outcome.settings for text in deviations(session, s)],
-        *outcome.deviations,
-    ]
+def _deviations(session: Session, needed: tuple[str, ...]) -> list[str]:
+    """Where this call differs from the paper: settings that were not run, and what its scale makes of the others."""
+    run = session.chosen(*needed) if needed else ()
+    missing = [f"{setting}: not run at this scale." for setting in needed if setting not in run]
+    return [*missing, *[text for setting in run for text in deviations(session, setting)]]
 
 
 def train_for(names: Sequence[str], jobs: int, say: Callable[[str], None] = print, **options: Any) -> None:

@@ -26,7 +26,7 @@ from slimbayes.report.tables import (
 )
 from slimbayes.report.tables import markdown_summary as markdown
 
-_ROWS, _CELLS = 80, 480  # of a figure's data in the page, at most; the CSV has all
+_ROWS, _CELLS = 80, 480  # of a figure's data in the page, at most
 
 # id, heading, words under it, figures
 _SECTIONS = (
@@ -249,8 +249,17 @@ def _link(name: str, kind: str, content: str, words: str, mark: str = "") -> str
     return f'<a download="{name}"{mark} href="data:{kind};charset=utf-8;base64,{data}">{words}</a>'
 
 
-def figure_html(plot: Plot, svg: str = "", level: int = 3) -> str:
-    """A rendered plot with its words, its numbers and downloads: its composed ``svg``, if given, and a CSV."""
+def _tools(pictures: str, plot: Plot, csv: bool) -> str:
+    data = _link(f"{plot.name}.csv", "text/csv", to_csv(plot.header, plot.rows), "CSV") if csv else ""
+    links = pictures + data
+    return f'<div class="tools"><span>Download</span>{links}</div>\n' if links else ""
+
+
+def figure_html(plot: Plot, svg: str = "", level: int = 3, csv: bool = True) -> str:
+    """A rendered plot with its words, its numbers and downloads: its composed ``svg``, if given, and a CSV.
+
+    Without a ``csv`` the page says that the result has all numbers: it is for pages that link to it.
+    """
     legend = "".join(f"<li>{swatch(style)}<span>{text(name)}</span></li>" for name, style in plot.legend)
     panels = "".join(
         f'<div class="panel">{themed(tidy(panel.svg, f"{plot.name}{i}"), panel.alt)}</div>'
@@ -258,7 +267,7 @@ def figure_html(plot: Plot, svg: str = "", level: int = 3) -> str:
     )
     shown = plot.rows[: min(_ROWS, max(1, _CELLS // max(1, len(plot.header))))]
     part = (
-        f" (first {len(shown)} of {len(plot.rows)} rows; the CSV has all)"
+        f" (first {len(shown)} of {len(plot.rows)} rows; the {'CSV' if csv else 'result'} has all)"
         if len(plot.rows) > len(shown)
         else ""
     )
@@ -277,8 +286,7 @@ def figure_html(plot: Plot, svg: str = "", level: int = 3) -> str:
         f'<h{level} id="title-{plot.name}">{text(plot.title)}</h{level}>\n'
         + (f'<ul class="legend" aria-label="Methods">{legend}</ul>\n' if legend else "")
         + f'<div class="panels{kind}">{panels}</div>\n<figcaption>{text(plot.caption)}</figcaption>\n'
-        f'<div class="tools"><span>Download</span>{pictures}'
-        f"{_link(f'{plot.name}.csv', 'text/csv', to_csv(plot.header, plot.rows), 'CSV')}</div>\n"
+        f"{_tools(pictures, plot, csv)}"
         f'<details class="data"><summary>Numbers</summary><div class="scroll" tabindex="0" role="region" '
         f'aria-label="Numbers of {text(plot.title)}"><table class="plain"><caption>{text(plot.title)}{part}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div></details></figure>\n"

@@ -99,16 +99,11 @@ def restore_optimizer(
         state.setdefault(int(index), {})[key] = value
     known = optimizer.state_dict()
     optimizer.load_state_dict({"state": state, "param_groups": known["param_groups"]})
+    # A file has no memory layout, and fused optimizers want the parameter's.
     for parameter, entries in optimizer.state.items():
-        for (
-            key,
-            value,
-        ) in entries.items():  # a file has no memory layout, and fused optimizers want the parameter's
-            if (
-                isinstance(value, Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
+        for key, value in entries.items():
+            alike = isinstance(value, Tensor) and value.shape == parameter.shape
+            if alike and value.stride() != parameter.stride():
                 entries[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

@@ -295,8 +295,8 @@ def test_chosen_hyperparameters_won_the_sweep(repository):
         best = {}  # prior -> label -> (value, winner)
         for row in table["rows"]:
             label, *words = row["label"].split(", ")
-            schedule = "cosine" if words[-1] == "cosine" else "constant"
-            found = {name: float(x) for name, x in (word.split() for word in words if word != "cosine")}
+            schedule = words.pop() if words[-1] in ("cosine", "steps") else "constant"
+            found = {name: float(x) for name, x in (word.split() for word in words)}
             found["schedule"] = schedule
             rows = best.setdefault(found["prior"], {})
             rows[label] = min(

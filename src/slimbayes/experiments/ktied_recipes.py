@@ -132,6 +132,8 @@ def recipe(
         "lr": choice.lr * (1.0 if purpose in ("probed", "timed") else size.lr_scale), "schedule": choice.schedule,
         "kl_annealing": 0.0, "kl_coefficient": choice.coefficient, "steps": steps,
     }  # fmt: skip
+    if choice.schedule == "steps":  # a tenth of the rate in the last tenth
+        shared |= {"milestones": (0.9,), "decay": 0.1}
     if choice.coefficient is not None:  # a shortened run anneals as much faster
         full = SIZES[setting, "paper"].epochs
         shared["kl_coefficient"] = choice.coefficient * full / size.epochs

@@ -8,6 +8,8 @@ from slimbayes.experiments.ktied_tables import TITLES
 from slimbayes.experiments.outcome import Outcome, Table
 from slimbayes.experiments.session import Session
 
+CRITERIA = {"annealed": "by NLL", "converged": "post-hoc study, by −ELBO"}
+
 
 def tuning(session: Session, setting: str) -> Outcome:
     """Validation figures over the paper's grids: the lowest NLL of a row (−ELBO without annealing) is chosen."""
@@ -17,11 +19,11 @@ def tuning(session: Session, setting: str) -> Outcome:
             continue
         prepared = prepare(session, setting)
         figures, errors = session.figures(train(session, job), "trained", prepared, 16, split="validation")
-        title = f"{TITLES[setting]}, {job.purpose}: validation data"
+        title = f"{TITLES[setting]}, {CRITERIA[job.purpose]}: validation data"
         empty = Table(f"{setting}-{job.purpose}", title, ("neg_elbo", "nll", "accuracy"))
         coefficient = "" if job.choice.coefficient is None else f", coefficient {job.choice.coefficient:g}"
         label = f"{job.label}, lr {job.choice.lr:g}, prior {job.choice.prior:g}{coefficient}"
-        label += ", cosine" * (job.choice.schedule == "cosine")
+        label += f", {job.choice.schedule}" if job.choice.schedule != "constant" else ""
         tables.setdefault(job.purpose, empty).add(label, figures, errors)
     words = (
         "Seed 0 only. Mean-field and 2-tied are searched, 1- and 3-tied take 2-tied's winner. Of LeNet's grid, of "

@@ -134,13 +134,13 @@ def test_a_spent_budget_stops_before_anything_is_trained(tmp_path):
 
 def test_networks_are_told_apart_by_everything_that_made_them(tmp_path):
     small = Session("smoke", tmp_path, progress=False)
-    job = Job("mnist", "annealed", "2-tied", 0)
+    job = Job("mnist", "by-nll", "2-tied", 0)
     one = train(small, job)
     others = [
-        Job("mnist", "annealed", "2-tied", 1),
-        Job("mnist", "annealed", "3-tied", 0),
-        Job("mnist", "annealed", "2-tied", 0, estimator="local"),
-        Job("mnist", "annealed", "2-tied", 0, Choice(2e-3, 0.3, 5e-6)),
+        Job("mnist", "by-nll", "2-tied", 1),
+        Job("mnist", "by-nll", "3-tied", 0),
+        Job("mnist", "by-nll", "2-tied", 0, estimator="local"),
+        Job("mnist", "by-nll", "2-tied", 0, Choice(2e-3, 0.3, 5e-6)),
     ]
     folders = {train(small, other).folder for other in others}
     assert one.folder not in folders and len(folders) == len(others)
@@ -188,12 +188,12 @@ class Pool:
 
 
 def test_training_together_tells_time_from_faults(monkeypatch):
-    jobs = [Job("mnist", "annealed", label, 0) for label in LABELS]
+    jobs = [Job("mnist", "by-nll", label, 0) for label in LABELS]
     said = []
     monkeypatch.setattr(pool.concurrent.futures, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(pool, "_work", lambda job: 1.0)
     pool.train_together(jobs, {}, 2, said.append)
-    assert len(said) == 4 and said[0].startswith("1/4 mnist annealed")
+    assert len(said) == 4 and said[0].startswith("1/4 mnist by-nll")
 
     def late(job):
         if job.label == "2-tied":
@@ -273,7 +273,7 @@ def test_running_statistics_count_as_the_paper_counts_them():
     [("mnist", "Mean-field", 956_820), ("mnist", "3-tied", 486_402), ("cifar100", "2-tied", 2_267_408)],
 )
 def test_recipes_have_the_papers_parameters(tmp_path, setting, label, count):
-    made = recipe(Session("paper", tmp_path), setting, "annealed", label)
+    made = recipe(Session("paper", tmp_path), setting, "by-nll", label)
     shape = (1, 28, 28) if setting == "mnist" else (3, 32, 32)
     assert count_parameters(made.build(shape, 10 if setting == "mnist" else 100, seed=0)) == count
     assert made.training.epochs == 300 and made.training.batch_size == 1024 and made.training.kl_every == 100
@@ -281,7 +281,7 @@ def test_recipes_have_the_papers_parameters(tmp_path, setting, label, count):
 
 def test_shortened_runs_anneal_as_much_faster(tmp_path):
     desk, paper = (
-        recipe(Session(s, tmp_path), "mnist", "annealed", "2-tied").training for s in ("desk", "paper")
+        recipe(Session(s, tmp_path), "mnist", "by-nll", "2-tied").training for s in ("desk", "paper")
     )
     assert desk.kl_coefficient * desk.epochs == pytest.approx(paper.kl_coefficient * paper.epochs)
 
@@ -291,7 +291,7 @@ def test_chosen_hyperparameters_won_the_sweep(repository):
     tables = [(table, *table["name"].split("-", 1)) for table in document["tables"]]
     tables.append((tables[0][0], "mnist", "by-elbo"))
     for table, setting, purpose in tables:
-        metric = "nll" if purpose == "annealed" else "neg_elbo"
+        metric = "nll" if purpose == "by-nll" else "neg_elbo"
         best = {}  # prior -> label -> (value, winner)
         for row in table["rows"]:
             label, *words = row["label"].split(", ")
@@ -442,7 +442,7 @@ def test_damaged_work_is_made_again(tmp_path, damage, content):
 
 def test_what_was_measured_of_other_weights_is_measured_again(tmp_path):
     small = Session("smoke", tmp_path, progress=False)
-    found = train(small, Job("mnist", "annealed", "2-tied", 0))
+    found = train(small, Job("mnist", "by-nll", "2-tied", 0))
     prepared = small.prepared("digits", Scaling((0.5,), (0.5,), 1 / 255), 200)
     before = small.figures(found, "trained", prepared, 2)[0]
     with torch.no_grad():
@@ -455,8 +455,8 @@ def test_what_was_measured_of_other_weights_is_measured_again(tmp_path):
 
 def test_other_preparations_are_other_networks(tmp_path):
     small = Session("smoke", tmp_path, progress=False)
-    job = Job("mnist", "annealed", "2-tied", 0)
-    made = recipe(small, "mnist", "annealed", "2-tied")
+    job = Job("mnist", "by-nll", "2-tied", 0)
+    made = recipe(small, "mnist", "by-nll", "2-tied")
     one = train(small, job)
     other = small.trained(made, small.prepared("digits", Scaling((0.5,), (0.5,), 1 / 255), 100), 0)
     assert one.folder != other.folder

@@ -37,10 +37,10 @@ def all_jobs() -> list[Job]:
         *_grid("cifar100", BOTH, RATES[3:], PRIORS, SLOPES[:1]),
         *_grid("cifar100", BOTH, RATES[2:], PRIORS[:1], SLOPES[:1], "cosine"),
         *_grid("cifar100", BOTH[:1], RATES[:2], PRIORS[:1], SLOPES[:1]),
-        *_grid("cifar100", BOTH, RATES[1:3], PRIORS[:1], (None,), purpose="annealed"),
-        *_grid("cifar100", BOTH[1:], RATES[2:3], PRIORS[:1], (None,), "cosine", "annealed"),
-        *_grid("cifar100", BOTH[1:], RATES[1:2], PRIORS[:1], (SLOPES[0], None), "steps", "annealed"),
-        *_grid("cifar100", BOTH, RATES[2:3], PRIORS[:1], (SLOPES[0], None), "steps", "annealed"),
+        *_grid("cifar100", BOTH, RATES[1:3], PRIORS[:1], (None,), purpose="by-nll"),
+        *_grid("cifar100", BOTH[1:], RATES[2:3], PRIORS[:1], (None,), "cosine", "by-nll"),
+        *_grid("cifar100", BOTH[1:], RATES[1:2], PRIORS[:1], (SLOPES[0], None), "steps", "by-nll"),
+        *_grid("cifar100", BOTH, RATES[2:3], PRIORS[:1], (SLOPES[0], None), "steps", "by-nll"),
         *_grid("cifar100", BOTH[:1], RATES[2:], PRIORS[:1], (None,)),
         *_grid("cifar100", BOTH[:1], RATES[3:], PRIORS[:1], (None,), "cosine"),
     ]
@@ -59,7 +59,7 @@ def _grid(
     return [
         Job(
             setting,
-            purpose or ("converged" if slope is None else "annealed"),
+            purpose or ("converged" if slope is None else "by-nll"),
             label,
             0,
             Choice(lr, prior, slope, schedule),

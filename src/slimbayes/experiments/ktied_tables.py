@@ -32,11 +32,11 @@ def converged(session: Session, setting: str) -> list[Job]:
     return [Job(setting, "converged", "Mean-field", seed) for seed in seeds_of(session, setting)]
 
 
-def annealed(
-    session: Session, setting: str, estimator: str = "shared", purpose: str = "annealed"
+def figure6_jobs(
+    session: Session, setting: str, estimator: str = "shared", purpose: str = "by-nll"
 ) -> list[Job]:
     """Every row of Figure 6, left; of our own estimators three seeds, chosen by −ELBO too."""
-    most = None if purpose == "annealed" and estimator == "shared" else 3
+    most = None if purpose == "by-nll" and estimator == "shared" else 3
     return [
         Job(setting, purpose, label, seed, estimator=estimator)
         for seed in seeds_of(session, setting, most)
@@ -67,7 +67,7 @@ def measure(session: Session, job: Job) -> float:
     size, prepared = size_of(job.setting, session.scale), prepare(session, job.setting)
     if job.choice is not None:
         session.figures(found, "trained", prepared, 16, split="validation")
-    elif job.purpose in ("annealed", "by-elbo"):
+    elif job.purpose in ("by-nll", "by-elbo"):
         session.figures(found, "trained", prepared, size.samples)
     elif job.purpose == "converged":
         extra = not job.setting.startswith("resnet")
@@ -136,13 +136,13 @@ def resnet_table(name: str, columns: Sequence[str]) -> Any:
 
 
 def trained_table(
-    session: Session, setting: str, estimator: str = "shared", purpose: str = "annealed"
+    session: Session, setting: str, estimator: str = "shared", purpose: str = "by-nll"
 ) -> Table:
     """Figure 6, left: networks trained with mean-field and tied posteriors."""
     size, prepared = size_of(setting, session.scale), prepare(session, setting)
     columns = ("neg_elbo", "nll", "accuracy", "parameters_k", "parameters", "brier", "ece")
     table = Table(setting, TITLES[setting], columns)
-    for job in annealed(session, setting, estimator, purpose):
+    for job in figure6_jobs(session, setting, estimator, purpose):
         found = train(session, job)
         figures, errors = session.figures(found, "trained", prepared, size.samples)
         counts = {"parameters": float(found.parameters), "parameters_k": found.parameters / 1000}

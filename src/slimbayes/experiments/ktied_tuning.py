@@ -8,7 +8,7 @@ from slimbayes.experiments.ktied_tables import TITLES
 from slimbayes.experiments.outcome import Outcome, Table
 from slimbayes.experiments.session import Session
 
-CRITERIA = {"annealed": "by NLL", "converged": "post-hoc study, by −ELBO"}
+CRITERIA = {"by-nll": "by NLL", "converged": "post-hoc study, by −ELBO"}
 
 
 def tuning(session: Session, setting: str) -> Outcome:

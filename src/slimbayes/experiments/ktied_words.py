@@ -6,8 +6,8 @@ from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, prepare, recipe,
 from slimbayes.experiments.session import Session
 
 
-def choices(session: Session, setting: str, purpose: str = "annealed") -> str:
-    """How the annealed rows of a setting were chosen, and how much the KL weighed at their end, in words."""
+def choices(session: Session, setting: str, purpose: str = "by-nll") -> str:
+    """How the rows of a setting in Figure 6 were chosen, and how much the KL weighed at their end, in words."""
     size = size_of(setting, session.scale)
     prepared = prepare(session, setting)
     parts = []
@@ -46,7 +46,7 @@ def posthoc_choice(session: Session, setting: str) -> list[str]:
 def probed_choice(session: Session, setting: str) -> list[str]:
     """How the networks whose −ELBO is followed step by step were trained, in words."""
     training = recipe(session, setting, "probed", "Mean-field").training
-    prior = CHOSEN[setting, "annealed", "Mean-field"].prior
+    prior = CHOSEN[setting, "by-nll", "Mean-field"].prior
     return [
         f"{setting}: the networks of the tables and curves by step have lr {training.lr:g} ({training.schedule}), the "
         f"prior scale {prior:g} and no annealing. The paper does not give its values; with no prior scale of its grid "

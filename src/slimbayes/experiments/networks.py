@@ -39,7 +39,7 @@ class Recipe:
     """Everything that determines a trained network but its seed."""
 
     setting: str
-    purpose: str  # why it is trained: "converged", "annealed", ...
+    purpose: str  # why it is trained: "converged", "by-nll", ...
     label: str  # the row it belongs to
     network: str
     data: str

@@ -50,11 +50,14 @@ def _for(function: Callable[..., Sequence[Job]], setting: str, session: Session)
 
 
 def _local_jobs(session: Session) -> Sequence[Job]:
-    return [*ktied_tables.annealed(session, "mnist"), *ktied_tables.annealed(session, "mnist", "local")]
+    return [
+        *ktied_tables.figure6_jobs(session, "mnist"),
+        *ktied_tables.figure6_jobs(session, "mnist", "local"),
+    ]
 
 
 def _by_elbo_jobs(session: Session) -> Sequence[Job]:
-    return ktied_tables.annealed(session, "mnist", purpose="by-elbo")
+    return ktied_tables.figure6_jobs(session, "mnist", purpose="by-elbo")
 
 
 _MLP_AND_CNN = _jobs(ktied_tables.converged, "mnist", "cifar100")
@@ -69,7 +72,7 @@ RUNNERS: dict[str, Runner] = {
     "ktied/table3": Runner(ktied_tables.resnet_table("table3", ("brier", "nll", "ece")), _RESNET),
     "ktied/figure6": Runner(
         ktied_figures.figure6,
-        (*_jobs(ktied_tables.annealed, "mnist", "cifar100"), *_jobs(ktied_figures.probed, "mnist")),
+        (*_jobs(ktied_tables.figure6_jobs, "mnist", "cifar100"), *_jobs(ktied_figures.probed, "mnist")),
     ),
     "ktied/figure7": Runner(ktied_figures.figure7, _jobs(ktied_figures.probed, "mnist", "cifar100")),
     "ktied/table4": Runner(ktied_times.table4, alone=True),

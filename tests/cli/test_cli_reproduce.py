@@ -73,7 +73,7 @@ def test_only_chooses_among_the_entries_of_a_pattern(slimbayes, tmp_path):
 
 def test_processes_are_started_once_for_several_entries(slimbayes, tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(running, "train_together", lambda jobs, *rest: started.append(len(jobs)))
+    monkeypatch.setattr(running, "work_together", lambda jobs, *rest: started.append(len(jobs)))
     words = (
         "--only",
         "mnist",

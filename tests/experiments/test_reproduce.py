@@ -18,10 +18,12 @@ from slimbayes.experiments.catalogue import ENTRIES
 from slimbayes.experiments.ktied_checks import parameter_checks
 from slimbayes.experiments.ktied_probes import snr
 from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, Choice, Job, recipe, size_of, train
+from slimbayes.experiments.ktied_runners import KTIED
 from slimbayes.experiments.ktied_times import without_start
 from slimbayes.experiments.networks import Prepared, count_parameters
 from slimbayes.experiments.outcome import Table
 from slimbayes.experiments.results import write_result
+from slimbayes.experiments.runner import Task
 from slimbayes.experiments.running import RUNNERS, reproduce, train_for
 from slimbayes.experiments.session import OutOfTime, Session
 
@@ -158,7 +160,7 @@ def test_a_process_of_several_trains_what_one_does(tmp_path, monkeypatch):
         pool._prepare({**options, "work": str(tmp_path / "together")}, turn, 2, threads)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
     job = Job("mnist", "converged", "Mean-field", 0)
-    assert pool._work(job) > 0
+    assert pool._work(Task(KTIED, job)) > 0
     together, alone = (
         train(Session("smoke", tmp_path / name, progress=False), job) for name in ("together", "alone")
     )
@@ -188,34 +190,34 @@ class Pool:
 
 
 def test_training_together_tells_time_from_faults(monkeypatch):
-    jobs = [Job("mnist", "by-nll", label, 0) for label in LABELS]
+    jobs = [Task(KTIED, Job("mnist", "by-nll", label, 0)) for label in LABELS]
     said = []
     monkeypatch.setattr(pool.concurrent.futures, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(pool, "_work", lambda job: 1.0)
-    pool.train_together(jobs, {}, 2, said.append)
+    monkeypatch.setattr(pool, "_work", lambda task: 1.0)
+    pool.work_together(jobs, {}, 2, said.append)
     assert len(said) == 4 and said[0].startswith("1/4 mnist by-nll")
 
-    def late(job):
-        if job.label == "2-tied":
+    def late(task):
+        if task.job.label == "2-tied":
             raise OutOfTime("spent")
         return 1.0
 
     monkeypatch.setattr(pool, "_work", late)
     with pytest.raises(OutOfTime):
-        pool.train_together(jobs, {}, 2, said.append)
+        pool.work_together(jobs, {}, 2, said.append)
     assert len(said) == 7, "the others were trained"
-    monkeypatch.setattr(pool, "_work", lambda job: 1 / 0)
+    monkeypatch.setattr(pool, "_work", lambda task: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        pool.train_together(jobs, {}, 2, said.append)
+        pool.work_together(jobs, {}, 2, said.append)
 
 
 def test_networks_of_several_experiments_are_trained_once(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(running, "train_together", lambda jobs, *rest: seen.extend(jobs))
+    monkeypatch.setattr(running, "work_together", lambda tasks, *rest: seen.extend(tasks))
     train_for(
         ["ktied/table2", "ktied/figure3", "ktied/figure5", "ktied/time"], 2, scale="smoke", work=str(tmp_path)
     )
-    assert [job.setting for job in seen] == ["resnet", "cifar100", "mnist"], (
+    assert [task.job.setting for task in seen] == ["resnet", "cifar100", "mnist"], (
         "the longest first, none to be timed"
     )
 

@@ -78,7 +78,9 @@ _ANNEALING = (
     "A KL weight of 5e-5 or 5e-6 per batch reaches 1 after 20,000 or 200,000 batches; 300 epochs are about 14,600 "
     "(MLP) and 11,700 (CNN), so the KL may never have had its full weight."
 )
-_WHICH_ANNEAL = "Whether mean-field was annealed as well is not said; here annealing, or none, is part of what the sweep chooses."
+_WHICH_ANNEAL = (
+    "Whether mean-field was annealed as well is not said; here the sweep chooses between annealing and none."
+)
 _RESNET_ERRATA = (
     "The paper's ResNet-18 is TensorFlow Probability's example: four residual blocks, 14 kernels.",
     "Log standard deviations N(−9, 0.1) are inputs of softplus: σ starts at 1.23e-4, not e^−9.",

@@ -182,6 +182,10 @@ class Job:
     choice: Choice | None = None
     estimator: str = "shared"
 
+    def words(self) -> str:
+        """What it is, for a line of progress."""
+        return f"{self.setting} {self.purpose} {self.label} seed {self.seed}"
+
 
 def train(session: Session, job: Job) -> Trained:
     """The trained network of a job, with what its purpose has measured on the way."""

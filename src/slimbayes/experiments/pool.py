@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from slimbayes.experiments import ktied_tables
-from slimbayes.experiments.ktied_recipes import Job
+from slimbayes.experiments.runner import Task
 from slimbayes.experiments.session import OutOfTime, Session
 from slimbayes.processes import workers
 
@@ -22,13 +21,15 @@ def default_jobs() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def train_together(jobs: list[Job], options: dict[str, Any], number: int, say: Callable[[str], None]) -> None:
+def work_together(
+    tasks: list[Task], options: dict[str, Any], number: int, say: Callable[[str], None]
+) -> None:
     """Train networks in several processes; what fails raises here, and what is done stays in ``work``."""
     turn = multiprocessing.get_context("spawn").Value("i", 0)
     ready = (options, turn, torch.cuda.device_count(), _threads(number))
     late: OutOfTime | None = None
-    with workers(min(number, len(jobs)) or 1, _prepare, ready) as pool:
-        waiting = {pool.submit(_work, job): job for job in jobs}
+    with workers(min(number, len(tasks)) or 1, _prepare, ready) as pool:
+        waiting = {pool.submit(_work, task): task.job for task in tasks}
         for count, done in enumerate(concurrent.futures.as_completed(waiting), 1):
             job = waiting[done]
             try:
@@ -40,9 +41,7 @@ def train_together(jobs: list[Job], options: dict[str, Any], number: int, say: C
                 for future in waiting:
                     future.cancel()
                 continue
-            say(
-                f"{count}/{len(jobs)} {job.setting} {job.purpose} {job.label} seed {job.seed}: {seconds:.1f} s"
-            )
+            say(f"{count}/{len(tasks)} {job.words()}: {seconds:.1f} s")
     if late is not None:
         raise late
 
@@ -69,6 +68,6 @@ def _prepare(options: dict[str, Any], turn: Any, gpus: int, threads: int) -> Non
     _session = Session(**options, progress=False)
 
 
-def _work(job: Job) -> float:
+def _work(task: Task) -> float:
     assert _session is not None
-    return ktied_tables.measure(_session, job)
+    return task.run(_session)

@@ -3,96 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slimbayes.experiments import ktied_figures, ktied_grid, ktied_tables, ktied_times, ktied_tuning
+from slimbayes.experiments import ktied_runners
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.joining import PARTS, held, join, joinable, named, tagged
-from slimbayes.experiments.ktied_recipes import Job, recipe, size_of, train
-from slimbayes.experiments.ktied_words import deviations
-from slimbayes.experiments.outcome import Outcome
-from slimbayes.experiments.pool import default_jobs, train_together
+from slimbayes.experiments.pool import default_jobs, work_together
 from slimbayes.experiments.results import FORMAT, read_result, result_path, write_result
+from slimbayes.experiments.runner import Runner, Task
 from slimbayes.experiments.session import Session
 from slimbayes.provenance import provenance
 
 WORK = "slimbayes-reproduce"
-
-
-@dataclass(frozen=True)
-class Runner:
-    """How an experiment runs: the networks it needs, and what it makes of them.
-
-    ``report(session, setting)`` is called for each of its settings, and once with "" where it has none.
-    """
-
-    report: Callable[[Session, str], Outcome]
-    jobs: tuple[Callable[[Session], Sequence[Job]], ...] = ()
-    alone: bool = False  # its networks are trained one at a time, because their seconds are measured
-
-
-def _jobs(
-    function: Callable[..., Sequence[Job]], *settings: str
-) -> tuple[Callable[[Session], Sequence[Job]], ...]:
-    return tuple(functools.partial(_for, function, setting) for setting in settings)
-
-
-def _for(function: Callable[..., Sequence[Job]], setting: str, session: Session) -> Sequence[Job]:
-    return function(session, setting)
-
-
-def _local_jobs(session: Session) -> Sequence[Job]:
-    return [
-        *ktied_tables.figure6_jobs(session, "mnist"),
-        *ktied_tables.figure6_jobs(session, "mnist", "local"),
-    ]
-
-
-def _by_elbo_jobs(session: Session) -> Sequence[Job]:
-    return ktied_tables.figure6_jobs(session, "mnist", purpose="by-elbo")
-
-
-_MLP_AND_CNN = _jobs(ktied_tables.converged, "mnist", "cifar100")
-_RESNET = _jobs(ktied_tables.converged, "resnet")
-_FIGURES = ("neg_elbo", "nll", "accuracy")
-RUNNERS: dict[str, Runner] = {
-    "ktied/table1": Runner(ktied_tables.counts),
-    "ktied/figure3": Runner(ktied_figures.variances, _MLP_AND_CNN),
-    "ktied/figure4": Runner(ktied_figures.figure4, _jobs(ktied_tables.converged, "cifar100", "mnist")),
-    "ktied/table2": Runner(ktied_tables.table2, _MLP_AND_CNN),
-    "ktied/figure5": Runner(ktied_tables.resnet_table("figure5", _FIGURES), _RESNET),
-    "ktied/table3": Runner(ktied_tables.resnet_table("table3", ("brier", "nll", "ece")), _RESNET),
-    "ktied/figure6": Runner(
-        ktied_figures.figure6,
-        (*_jobs(ktied_tables.figure6_jobs, "mnist", "cifar100"), *_jobs(ktied_figures.probed, "mnist")),
-    ),
-    "ktied/figure7": Runner(ktied_figures.figure7, _jobs(ktied_figures.probed, "mnist", "cifar100")),
-    "ktied/table4": Runner(ktied_times.table4, alone=True),
-    "ktied/table5": Runner(
-        ktied_tables.resnet_table("table5", (*_FIGURES, "parameters", "parameters_percent")),
-        _RESNET,
-    ),
-    "ktied/figure9": Runner(
-        ktied_tables.resnet_table("figure9", _FIGURES),
-        _jobs(ktied_tables.converged, "resnet-he"),
-    ),
-    "ktied/figure10": Runner(ktied_figures.figure10, (*_RESNET, *_jobs(ktied_tables.converged, "mnist"))),
-    "ktied/figure11": Runner(ktied_figures.figure11, _RESNET),
-    "ktied/figure12": Runner(ktied_figures.variances, _RESNET),
-    "ktied/local": Runner(ktied_tables.local, (_local_jobs,)),
-    "ktied/by-elbo": Runner(ktied_tables.by_elbo, (_by_elbo_jobs,)),
-    "ktied/time": Runner(ktied_times.time_to_elbo, (ktied_times.timed,), alone=True),
-    "ktied/compress": Runner(ktied_tables.compression, _MLP_AND_CNN),
-    "ktied/tuning": Runner(ktied_tuning.tuning, (ktied_grid.tuning_jobs,)),
-}
+RUNNERS: dict[str, Runner] = {**ktied_runners.RUNNERS}
 
 
 def reproduce(
@@ -146,16 +74,16 @@ def reproduce(
     wanted = _wanted(runner, session)
     number = default_jobs() if jobs is None else jobs
     if number > 1 and not runner.alone and not trained:
-        train_together(wanted, options, number, say)
+        work_together(wanted, options, number, say)
     with settings_kept():
-        for job in wanted:
-            train(session, job)
+        for task in wanted:
+            task.run(session)
         parts = _report(runner, session, settings)
     spent = sum(run["seconds"] for run in session.runs)
     document = {
         "format": FORMAT, "version": 1, "experiment": name, "scale": scale,
-        "settings": {setting: _setting(session, setting, wanted) for setting in settings},
-        **parts, "deviations": [*_deviations(session, needed), *parts["deviations"]],
+        "settings": {setting: _facts(runner, session, setting, wanted) for setting in settings},
+        **parts, "deviations": [*_deviations(runner, session, needed), *parts["deviations"]],
         "runs": session.runs,
         "provenance": provenance(
             command=_command(name, session, number), seconds=time.monotonic() - begun, training_seconds=spent,
@@ -237,37 +165,27 @@ def _other_settings(path: Path, needed: tuple[str, ...], session: Session) -> di
     return old if others else None
 
 
-def _wanted(runner: Runner, session: Session) -> list[Job]:
+def _wanted(runner: Runner, session: Session) -> list[Task]:
     found = dict.fromkeys(job for plan in runner.jobs for job in plan(session))
-    return [job for job in found if not session.only or job.setting in session.only]
+    return [Task(runner.paper, job) for job in found if not session.only or job.setting in session.only]
 
 
-def _deviations(session: Session, needed: tuple[str, ...]) -> list[str]:
+def _deviations(runner: Runner, session: Session, needed: tuple[str, ...]) -> list[str]:
     """Where this call differs from the paper: settings that were not run, and what its scale makes of the others."""
     run = session.chosen(*needed) if needed else ()
     missing = [f"{setting}: not run at this scale." for setting in needed if setting not in run]
-    return [*missing, *[text for setting in run for text in deviations(session, setting)]]
+    return [*missing, *[text for setting in run for text in runner.paper.deviations(session, setting)]]
 
 
 def train_for(names: Sequence[str], jobs: int, say: Callable[[str], None] = print, **options: Any) -> None:
     """Train what several experiments need, in so many processes; ``options`` are those of ``Session``."""
     runners = [RUNNERS[name] for name in names if name in RUNNERS and not RUNNERS[name].alone]
     session = Session(**options, progress=False)
-    wanted = dict.fromkeys(job for runner in runners for job in _wanted(runner, session))
+    wanted = dict.fromkeys(task for runner in runners for task in _wanted(runner, session))
     # The longest first, so that none of them is left alone at the end.
-    order = {"resnet": 0, "resnet-he": 0, "cifar100": 1, "mnist": 2}
-    train_together(sorted(wanted, key=lambda job: order.get(job.setting, 3)), options, jobs, say)
+    work_together(sorted(wanted, key=lambda task: task.paper.order(task.job)), options, jobs, say)
 
 
-def _setting(session: Session, setting: str, jobs: Iterable[Job]) -> dict[str, Any]:
+def _facts(runner: Runner, session: Session, setting: str, tasks: Iterable[Task]) -> dict[str, Any]:
     """What was run of a setting, as plain values; the runs themselves have their training settings."""
-    mine = [job for job in jobs if job.setting == setting]
-    methods: dict[str, list[str]] = {}
-    for job in mine:
-        made = recipe(session, setting, job.purpose, job.label, job.choice, job.estimator)
-        methods.setdefault(f"{job.label}, {job.purpose}", []).append(made.method)
-    return {
-        **dataclasses.asdict(size_of(setting, session.scale)),
-        "seeds": sorted({job.seed for job in mine}),
-        "methods": {label: list(dict.fromkeys(texts)) for label, texts in methods.items()},
-    }
+    return runner.paper.facts(session, setting, [task.job for task in tasks if task.job.setting == setting])

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from slimbayes.checkpoint import CheckpointError, load, save
     from slimbayes.compiling import compile
     from slimbayes.compressing import compress
-    from slimbayes.training import FitResult, Training, TrainingError, fit
+    from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
 
 __version__ = "0.1.0"
 
@@ -55,7 +55,7 @@ _LATE = {
     "data": (),
     "metrics": (),
     "models": (),
-    "training": ("FitResult", "Training", "TrainingError", "fit"),
+    "training": ("FitResult", "ManyResult", "Training", "TrainingError", "fit", "fit_many"),
 }
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "LinearAnnealing",
     "LogNormal",
     "MCDropout",
+    "ManyResult",
     "MeanField",
     "Normal",
     "Predictive",
@@ -97,6 +98,7 @@ __all__ = [
     "evaluate",
     "fast_paths",
     "fit",
+    "fit_many",
     "kl",
     "load",
     "metrics",

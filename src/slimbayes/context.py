@@ -42,6 +42,22 @@ class Late(ABC):
         """The output of a random layer, on its way on."""
 
 
+class Supply(ABC):
+    """Noise that somebody else makes: it stands in the place of a draw's seed (``training/many_noise.py``)."""
+
+    @abstractmethod
+    def noise(
+        self,
+        kind: str,
+        source: str,
+        stream: int,
+        size: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Standard noise of this size for the use numbered ``stream`` of ``source`` in this draw."""
+
+
 @dataclass
 class Draw:
     """One folded pass: rows are ``[components, samples, batch]``, component-major."""
@@ -50,7 +66,7 @@ class Draw:
     samples: int
     batch: int
     noise: str = "example"
-    seed: int | None = None
+    seed: int | Supply | None = None
     first_sample: int = 0
     first_example: int = 0
     component_ids: Tensor | None = None
@@ -202,6 +218,11 @@ class Frame:
         if draw is None or draw.seed is None:
             size = (self.components, self.samples, examples, *shape)
             return fresh_noise(kind, size, dtype, device)
+        if isinstance(draw.seed, Supply):
+            stream = draw.calls.get(source, 0)
+            draw.calls[source] = stream + 1
+            size = (self.components, self.samples, examples, *shape)
+            return draw.seed.noise(kind, source, stream, size, dtype, device)
         component_ids = draw.component_ids
         if component_ids is None:
             component_ids = torch.arange(self.components, device=device)
@@ -247,10 +268,12 @@ def _runs_again(draw: Draw) -> bool:
     return _HOOKS is not None and _HOOKS(False) is not None
 
 
-def choose_components(total: int, count: int, seed: int | None, device: torch.device) -> Tensor:
+def choose_components(total: int, count: int, seed: int | Supply | None, device: torch.device) -> Tensor:
     """A random subset of the components, in random order; a function of the seed when there is one."""
     if seed is None:
         return torch.randperm(total, device=device)[:count]
+    if isinstance(seed, Supply):
+        return seed.noise("uniform", "components", 0, (total,), torch.float32, device).argsort()[:count]
     key = _constant_layer_key(seed, "components")
     return (
         keyed_noise("uniform", key, 0, None, None, None, (total,), torch.float32, device)

@@ -23,6 +23,7 @@ from slimbayes.context import (
     SEES_CHECKPOINTS,
     Draw,
     RowError,
+    Supply,
     activate,
     choose_components,
     repeat_rows,
@@ -37,7 +38,7 @@ def draw(
     *inputs: Any,
     samples: int = 1,
     noise: str = "example",
-    seed: int | None = None,
+    seed: int | Supply | None = None,
     shared_inputs: Sequence[str | int] = (),
     first_example: int = 0,
     first_sample: int = 0,
@@ -121,7 +122,7 @@ def draw_flat(
     flat: FlatInputs,
     samples: int,
     noise: str,
-    seed: int | None,
+    seed: int | Supply | None,
     first_example: int,
     first_sample: int,
     evaluated: bool = False,
@@ -246,13 +247,13 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def check_options(samples: int, noise: str, seed: int | None) -> None:
+def check_options(samples: int, noise: str, seed: int | Supply | None) -> None:
     """Raise on options of a draw that mean nothing."""
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
     if noise not in NOISE_MODES:
         raise ValueError(f"unknown noise {noise!r}; use 'example', 'shared' or 'mean'")
-    if seed is not None and not isinstance(seed, int):
+    if seed is not None and not isinstance(seed, (int, Supply)):
         raise ValueError(f"seed must be an integer or None, got {seed!r}")
 
 
@@ -295,7 +296,7 @@ def _batch_size(leaves: list[Any], whole: set[int]) -> int:
 
 
 def _active_components(
-    model: nn.Module, record: Record, leaves: list[Any], seed: int | None
+    model: nn.Module, record: Record, leaves: list[Any], seed: int | Supply | None
 ) -> tuple[int, Tensor | None]:
     step = record.step_components
     if step is None or step == record.components or not model.training:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
+Key = tuple[int, int] | tuple[Tensor, Tensor]
 
 _MASK = 0xFFFFFFFF
 _HALF = 1 << 31
@@ -34,7 +35,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CPU_PIECE, _DEVICE_PIECE = 1 << 17, 1 << 22
 
 
-def philox(counter: Words, key: tuple[int, int]) -> Words:
+def philox(counter: Words, key: Key) -> Words:
     """Philox4x32-10: four random 32-bit words for each counter.
 
     Each of the ten rounds, with fixed multipliers M₀, M₁ and keys k₀, k₁ that advance by a Weyl constant:
@@ -45,7 +46,8 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
     Args:
         counter: four int64 tensors that broadcast together, with values in [0, 2³²).
-        key: two integers in [0, 2³²).
+        key: two integers in [0, 2³²), or two int64 tensors of such that broadcast to the counters' shape, which
+            all four counters then have.
 
     Returns:
         Four int64 tensors of the broadcast shape, with values in [0, 2³²).
@@ -68,7 +70,7 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     return c0, c1 & _MASK, c2, c3 & _MASK
 
 
-def _mix(product: Tensor, word: Tensor, key: int) -> Tensor:
+def _mix(product: Tensor, word: Tensor, key: int | Tensor) -> Tensor:
     """32 bits of hi(product) ^ word ^ key: the mask drops the sign bits that the shift brings in."""
     return ((product >> 32) ^ word).bitwise_xor_(key).bitwise_and_(_MASK)
 
@@ -154,6 +156,18 @@ def keyed_noise(
         values = torch.empty(*rows, numel, dtype=dtype, device=device)  # [C, S, E, numel]
         _fill(values, kind, ids, key, _CPU_PIECE if values.device.type == "cpu" else _DEVICE_PIECE)
     return values.reshape(*rows, *shape)  # [C, S, E, *shape]
+
+
+def from_words(kind: str, words: Words, dtype: torch.dtype) -> Tensor:
+    """Noise [..., 4B] of one kind from the four words [..., B] of ``philox``, as ``keyed_noise`` makes it.
+
+    >>> zero = torch.zeros(2, dtype=torch.int64)
+    >>> from_words("sign", philox((zero, zero, zero, zero), (0, 0)), torch.float32)
+    tensor([-1.,  1.,  1.,  1., -1.,  1.,  1.,  1.])
+    """
+    _check(kind, 0, 1, dtype)
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    return _KINDS[kind](words, real, torch.finfo(dtype)).flatten(-2).to(dtype)
 
 
 def _check(kind: str, stream: int, numel: int, dtype: torch.dtype) -> None:

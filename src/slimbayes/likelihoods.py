@@ -338,12 +338,12 @@ _steps = [0]  # of training on a GPU, over all likelihoods
 
 
 def _looks_at(draws: Tensor) -> bool:
-    """Whether values are checked: always, except in compiled code and in most training steps on a GPU.
+    """Whether values are checked: always, except in compiled code, under vmap and in most training steps on a GPU.
 
     To look at a value is to wait for the GPU, which then waits for the next step to be prepared: there only the
     first two steps and every hundredth are checked.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(draws):
         return False
     if not draws.is_cuda or not draws.requires_grad:
         return not (draws.is_cuda and torch.cuda.is_current_stream_capturing())

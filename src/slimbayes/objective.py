@@ -108,10 +108,19 @@ def _terms(model: nn.Module, layers: list[Converted], record: Record, done: set[
     if not shared:
         return
     converted = {id(p) for layer in layers for p in layer.parameters()}
-    rest = [(n, p) for n, p in unwrap(model).named_parameters() if id(p) not in converted and p.requires_grad]
+    rest = [(n, p) for n, p in unwrap(model).named_parameters() if id(p) not in converted and _trains(p)]
     for prior in shared:
         for name, parameter in rest:
             yield f"shared.{name}", d.Delta(parameter), prior.distribution(parameter), "sum"
+
+
+def _trains(parameter: Tensor) -> bool:
+    """Whether a parameter has a gradient; under vmap what it stands for says so."""
+    if torch.compiler.is_compiling():
+        return parameter.requires_grad
+    while torch._C._functorch.is_batchedtensor(parameter):
+        parameter = torch._C._functorch.get_unwrapped(parameter)
+    return parameter.requires_grad
 
 
 @dataclass

@@ -5,6 +5,7 @@ Small networks wait for their calls, not for their arithmetic; K members in one 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,15 @@ from slimbayes.noise import transformed
 
 MOST = 1 << 20  # parameters of a member; larger products gain nothing from being batched
 _KINDS = (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)  # what has parameters and one kernel for all members
+
+
+class _Inside(threading.local):
+    """Whether the transform at work is a vmap of ours over whole networks, which takes another one inside."""
+
+    vmap = False
+
+
+INSIDE = _Inside()
 
 Call = Callable[[dict[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -40,7 +50,7 @@ def small(root: nn.Module, original: type[nn.Module]) -> bool:
 
 def allowed(root: nn.Module) -> bool:
     """Whether nothing looks at the members one by one: no hooks, no tracing, no autocast, no other transform."""
-    if not fast.paths.members or torch.compiler.is_compiling() or transformed():
+    if not fast.paths.members or torch.compiler.is_compiling() or (transformed() and not INSIDE.vmap):
         return False
     if torch._C._get_tracing_state() is not None or _autocasts(root):
         return False

@@ -43,7 +43,7 @@ class Mixing(nn.Module):
                 index = (u * self.components).long()
             else:
                 edges = self.log_probs(like).detach().to(dtype).exp().cumsum(0)
-                index = torch.searchsorted(edges, u.contiguous(), right=True)
+                index = _place(edges, u)
             return index.clamp(max=self.components - 1)  # rounding: u can reach 1 and edges can end below it
 
         index = frame.once(source, make)
@@ -51,6 +51,13 @@ class Mixing(nn.Module):
             chosen = self.log_probs(like)[index]
             frame.draw.log_probs[source] = chosen.reshape(frame.draws, -1).sum(1)  # [draws]
         return index
+
+
+def _place(edges: Tensor, u: Tensor) -> Tensor:
+    """How many edges are at most u; vmap has no searchsorted of its own, and goes through networks one by one."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(edges):
+        return (u.unsqueeze(-1) >= edges).sum(-1)
+    return torch.searchsorted(edges, u.contiguous(), right=True)
 
 
 class IndexedRule(Rule):

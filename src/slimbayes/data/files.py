@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,25 @@ def permutation(
     zero = torch.zeros((), dtype=torch.int64, device=place)
     words = philox((numbers, zero + stream, zero, zero), layer_key(seed, name))
     return ((words[0] << 30) ^ words[1]).argsort(stable=True).to(device or "cpu")
+
+
+def permutations(
+    count: int, seeds: Sequence[int], name: str, streams: Tensor, device: torch.device | str | None = None
+) -> Tensor:
+    """``permutation`` for every seed and every stream [E] at once, [seeds, E, count].
+
+    >>> both = permutations(5, [0, 1], "example", torch.arange(3))
+    >>> torch.equal(both[1, 2], permutation(5, seed=1, name="example", stream=2))
+    True
+    """
+    kind = torch.device("cpu" if device is None else device).type
+    place = device if kind == "cuda" else "cpu"
+    keys = torch.tensor([layer_key(seed, name) for seed in seeds], device=place)  # [seeds, 2]
+    numbers = torch.arange(count, device=place).expand(len(seeds), len(streams), count)
+    zero = torch.zeros_like(numbers)
+    epochs = zero + streams.to(place)[:, None]
+    words = philox((numbers, epochs, zero, zero), (keys[:, :1, None], keys[:, 1:, None]))
+    return ((words[0] << 30) ^ words[1]).argsort(dim=-1, stable=True).to(device or "cpu")
 
 
 def as_fraction(test: float | str | os.PathLike[str]) -> float | None:

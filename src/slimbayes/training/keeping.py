@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from slimbayes.checkpoint import CheckpointError, describe_methods
-from slimbayes.record import find_record
+from slimbayes.record import Record, find_record
 from slimbayes.training.monitor import Row
 from slimbayes.training.settings import Training
 from slimbayes.training.state import optimizer_tensors, read_state, restore_optimizer, write_state
@@ -82,16 +82,19 @@ def put_weights(run: Run, tensors: dict[str, Tensor]) -> None:
 
 def _identity(run: Run) -> dict[str, Any]:
     """What a resumed run must share with the one that was stopped, as JSON gives it back."""
-    record = find_record(run.model)
-    methods = [
-        f"{entry['name']}({', '.join(f'{name}={value}' for name, value in entry['options'].items())})"
-        for entry in describe_methods(record)
-    ]
     found = {
         "settings": _bound(run.settings), "num_data": run.source.num_data, "per_epoch": run.per_epoch,
-        "method": "; ".join(methods), "data": run.fingerprint,
+        "method": method_text(find_record(run.model)), "data": run.fingerprint,
     }  # fmt: skip
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
+def method_text(record: Record) -> str:
+    """The methods of a model with their options."""
+    return "; ".join(
+        f"{entry['name']}({', '.join(f'{name}={value}' for name, value in entry['options'].items())})"
+        for entry in describe_methods(record)
+    )
 
 
 def _bound(settings: Training) -> dict[str, Any]:

@@ -180,16 +180,25 @@ class Training:
 
     def make_optimizer(self, model: nn.Module, others: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         """The optimizer over ``sb.parameter_groups`` and, undecayed, other parameters (a learned precision)."""
+        groups = self.optimizer_groups(model, others)
+        if self.capture:  # a recorded step reads the rates from the device, where a schedule can change them
+            device = next(model.parameters()).device
+            groups = [{**group, "lr": torch.tensor(group["lr"], device=device)} for group in groups]
+            return self.optimizer_over(groups, fused=True)
+        return self.optimizer_over(groups)
+
+    def optimizer_groups(self, model: nn.Module, others: Iterable[nn.Parameter] = ()) -> list[dict[str, Any]]:
+        """``sb.parameter_groups`` with these settings' rates and decay and, undecayed, other parameters."""
         decay = self.weight_decay if self.optimizer == "adamw" else 2 * self.l2
         groups = parameter_groups(model, self.lr, decay, self.factor_lr_multiplier)
         rest = list(others)
         if rest:
             groups.append({"name": "likelihood", "params": rest, "lr": self.lr, "weight_decay": 0.0})
-        options: dict[str, Any] = {"lr": self.lr}
-        if self.capture:  # a recorded step reads the rates from the device, where a schedule can change them
-            device = next(model.parameters()).device
-            groups = [{**group, "lr": torch.tensor(group["lr"], device=device)} for group in groups]
-            options |= {"fused": True}
+        return groups
+
+    def optimizer_over(self, groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+        """The optimizer over these groups of parameters."""
+        options = {"lr": self.lr, **options}
         if self.optimizer == "sgd":
             return torch.optim.SGD(groups, momentum=self.momentum, nesterov=self.momentum > 0, **options)
         kind = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from slimbayes.context import Supply
 from slimbayes.draws import draw
 from slimbayes.evaluate import arguments
 from slimbayes.likelihoods import Likelihood
@@ -42,10 +43,12 @@ class Objective(nn.Module):
         self.num_data = num_data
         self.samples, self.noise, self.reduction = settings.samples, settings.noise, settings.reduction
 
-    def forward(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(nll with the gradients of learned mixing, nll, KL)."""
+    def forward(
+        self, inputs: Any, targets: Tensor, noise: Supply | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(nll with the gradients of learned mixing, nll, KL); ``noise`` is torch's own unless given."""
         args, named = arguments(inputs)
-        draws = scored(draw(self.model, *args, samples=self.samples, noise=self.noise, **named))
+        draws = scored(draw(self.model, *args, samples=self.samples, noise=self.noise, seed=noise, **named))
         result = elbo(
             draws, targets, self.model, self.num_data, self.likelihood, self.reduction, kl_weight=0.0
         )

@@ -8,6 +8,7 @@ import pytest
 import slimbayes as sb
 from slimbayes.data.corruptions import CORRUPTIONS
 from slimbayes.experiments import COLUMNS, ENTRIES, PAPERS, find
+from slimbayes.experiments.running import RUNNERS
 from slimbayes.specs import parse_method
 
 KTIED = """table1 figure3 figure4 table2 figure5 table3 figure6 figure7 table4 table5 figure9 figure10 figure11
@@ -62,7 +63,7 @@ def test_entry_is_whole(name):
         assert sentence == sentence.strip() and sentence.endswith(".") and len(sentence) > 15, sentence
     assert len(set(entry.errata)) == len(entry.errata)
     assert entry.title and entry.seeds >= 1 and set(entry.metrics) <= set(COLUMNS)
-    assert bool(entry.needs) == (not name.startswith("ktied/"))
+    assert bool(entry.needs) == (name not in RUNNERS)
     names = [setting.name for setting in entry.settings]
     assert len(set(names)) == len(names)
     tables = [table.name for table in entry.printed]

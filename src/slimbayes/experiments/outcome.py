@@ -29,6 +29,7 @@ class Table:
     title: str
     columns: tuple[str, ...]
     rows: dict[str, Row] = field(default_factory=dict)
+    over: str = "seeds"  # what the numbers of a row are over
 
     def add(self, label: str, values: Mapping[str, float], errors: Mapping[str, float]) -> None:
         """Add one seed's numbers."""
@@ -59,7 +60,7 @@ class Table:
             )
             for label, row in self.rows.items()
         }
-        return Table(self.name, self.title, columns, rows)
+        return Table(self.name, self.title, columns, rows, self.over)
 
     def mean(self, label: str, column: str) -> float:
         """Over seeds."""
@@ -71,7 +72,8 @@ class Table:
             {"label": label, "values": row.values, "errors": {c: mean(e) for c, e in row.errors.items()}}
             for label, row in self.rows.items()
         ]
-        return {"name": self.name, "title": self.title, "columns": list(self.columns), "rows": rows}
+        found = {"name": self.name, "title": self.title, "columns": list(self.columns), "rows": rows}
+        return found if self.over == "seeds" else {**found, "over": self.over}
 
 
 @dataclass

@@ -83,7 +83,7 @@ def check_result(document: Any, origin: str) -> dict[str, Any]:
             raise ResultError(f"{origin}: {part!r} is missing; run its experiment again")
     for table in document["tables"]:
         _check_table(table, origin)
-    _check_unique((table["name"] for table in document["tables"]), "table", origin)
+    _check_names(document["tables"], origin)
     for part, check in (("curves", _check_curve), ("maps", _check_map), ("checks", _check_check)):
         for item in document[part]:
             try:
@@ -108,7 +108,6 @@ def _check_table(table: Any, origin: str) -> None:
         for row in table["rows"]:
             _texts(row, "label")
             row.get("errors", {}).items()  # a mapping, where there is one
-        _check_unique((row["label"] for row in table["rows"]), "row", f"{origin}: {table['name']!r}")
         for row in table["rows"]:
             for key, values in row["values"].items():
                 if key not in columns:
@@ -119,8 +118,20 @@ def _check_table(table: Any, origin: str) -> None:
         raise ResultError(f"{origin}: a table is damaged ({error!r}); run its experiment again") from error
 
 
+def _check_names(tables: list[dict[str, Any]], origin: str) -> None:
+    """Tables of several settings may have one name, and are shown as one: their rows must differ."""
+    for name in dict.fromkeys(table["name"] for table in tables):
+        mine = [table for table in tables if table["name"] == name]
+        settings = [str(table.get("setting", "")) for table in mine]
+        if len(set(settings)) < len(mine) or ("" in settings and len(mine) > 1):
+            raise ResultError(
+                f"{origin}: there are two tables {name!r}: give each a name or a setting of its own"
+            )
+        _check_unique((row["label"] for table in mine for row in table["rows"]), "row", f"{origin}: {name!r}")
+
+
 def _check_unique(names: Iterable[str], what: str, origin: str) -> None:
-    """Pages find tables and rows by their names: of two with one name, the second would be hidden."""
+    """Pages find rows by their names: of two with one name, the second would be hidden."""
     seen: set[str] = set()
     for name in names:
         if name in seen:

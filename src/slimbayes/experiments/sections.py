@@ -12,7 +12,7 @@ from slimbayes.experiments.entry import Experiment
 from slimbayes.experiments.plots import plots
 from slimbayes.experiments.results import SCALES
 from slimbayes.experiments.state import Damage, Result, State, Survey
-from slimbayes.experiments.tables import Table, figure, join
+from slimbayes.experiments.tables import Table, figure, join, merged
 from slimbayes.report.panels import Plot
 from slimbayes.report.results import number
 
@@ -102,7 +102,7 @@ def damages(survey: Survey) -> list[Damage]:
 
 
 def _section(entry: Experiment, result: Result, *others: Result) -> Section:
-    ours = {table["name"]: table for table in result.document["tables"]}
+    ours = merged(result.document["tables"])
     names = dict.fromkeys((*(table.name for table in entry.printed), *ours))
     tables = tuple(join(ours.get(name), entry.table(name)) for name in names)
     return Section(entry, result, others, tables, tuple(plots(result.document)))

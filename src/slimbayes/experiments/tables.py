@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class Table:
     ours: bool
     printed: bool
     error_of: str
+    over: str = "seeds"  # what our means are over
 
     def cells(self) -> list[Cell]:
         """Every cell."""
@@ -66,7 +67,25 @@ def join(table: Mapping[str, Any] | None, printed: Printed | None) -> Table:
     )
     columns = tuple(COLUMNS.get(key) or Column(str(key), "", -1) for key in keys)
     error_of = printed.error_of if printed and printed.errors else ""
-    return Table(name, title, columns, rows, bool(table), bool(printed), error_of)
+    over = str((table or {}).get("over", "seeds"))
+    return Table(name, title, columns, rows, bool(table), bool(printed), error_of, over)
+
+
+def merged(tables: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Tables by name; those of one name are one, whose rows come from several settings.
+
+    >>> one = {"name": "rmse", "columns": ["EMP"], "rows": [{"label": "Boston"}]}
+    >>> [row["label"] for row in merged([one, {**one, "rows": [{"label": "Wine"}]}])["rmse"]["rows"]]
+    ['Boston', 'Wine']
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for table in tables:
+        before = found.get(table["name"])
+        if before is not None:
+            columns = dict.fromkeys((*before["columns"], *table["columns"]))
+            table = {**before, "columns": list(columns), "rows": [*before["rows"], *table["rows"]]}
+        found[table["name"]] = table
+    return found
 
 
 def _cell(row: Mapping[str, Any], printed: Printed | None, label: str, key: str) -> Cell:
@@ -137,9 +156,9 @@ def note(table: Table) -> str:
     if not table.ours:
         parts.append("Not run at this scale: the paper's numbers alone.")
     elif most == 1:
-        parts.append("Ours: one seed, so no standard error over seeds.")
+        parts.append(f"Ours: one {table.over.removesuffix('s')}, so no standard error over {table.over}.")
     elif most:
-        parts.append(f"Ours: mean ± standard error over {most} seeds.")
+        parts.append(f"Ours: mean ± standard error over {most} {table.over}.")
     if any(cell.examples is not None for cell in table.cells()):
         parts.append("[± ]: standard error over examples.")
     if any(cell.ours and cell.ours.mean is None for cell in table.cells()):

@@ -1,0 +1,107 @@
+"""The EMP paper's Tables 12 and 13: error and density of nine regressions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from statistics import stdev
+from typing import Any
+
+from slimbayes.experiments.emp_regressions import LPD, RMSE, SETS
+from slimbayes.experiments.emp_uci import METHODS, Job, figures, jobs, measure, size_of
+from slimbayes.experiments.outcome import Outcome, Row, Table, check, mean
+from slimbayes.experiments.runner import Paper, Runner
+from slimbayes.experiments.session import Session
+
+_AHEAD = ("Boston", "Concrete", "Energy", "Yacht")  # where patches are to be ahead of dropout
+_ROUNDED = 0.005  # half a unit of the last printed digit
+
+
+def table(metric: str, session: Session, setting: str) -> Outcome:
+    """The row of a data set in Table 12 (RMSE) or 13 (LPD), and whether it is no worse than the paper's."""
+    label = next(name for name, row in SETS.items() if row.data == setting)
+    known = figures(session, Job(setting))
+    found = known["figures"]
+    printed = RMSE if metric == "rmse" else LPD
+    made = Table(metric, printed.title, tuple(METHODS), over="splits")
+    made.rows[label] = Row({method: found[method][metric] for method in METHODS})
+    outcome = Outcome([made])
+    if metric == "rmse":
+        fitted = Table("train", "RMSE on the training data", tuple(METHODS), over="splits")
+        fitted.rows[label] = Row({method: found[method]["train_rmse"] for method in METHODS})
+        outcome.tables.append(fitted)
+    if size_of(setting, session.scale).data == setting:
+        outcome.checks += _checks(label, metric, made)
+    if label == "Protein":
+        outcome.deviations.append(_protein(outcome, metric, known["target_std"][0]))
+    return outcome
+
+
+def _checks(label: str, metric: str, made: Table) -> list[dict[str, Any]]:
+    """No worse than printed by more than two combined standard errors and what was rounded; ahead of dropout."""
+    printed, sign = (RMSE, 1.0) if metric == "rmse" else (LPD, -1.0)
+    checks = []
+    for method in ("ECMP", "EMP"):
+        ours, paper = made.rows[label].values[method], printed.value(label, method)
+        assert paper is not None
+        room = 2 * math.hypot(_error(ours), printed.error(label, method) or 0.0) + _ROUNDED
+        worse = sign * (mean(ours) - paper)
+        name = "RMSE" if metric == "rmse" else "LPD"
+        words = (
+            f"{label}, {method}: {name} no worse than the paper's {paper:g} by more than two standard errors"
+        )
+        checks.append(check(words, worse <= room, worse, f"≤ {room:.3f}"))
+        if metric == "rmse" and label in _AHEAD:
+            gain = made.mean(label, "Dropout") - mean(ours)
+            checks.append(check(f"{label}: {method} ahead of dropout in RMSE", gain > 0, gain, "> 0"))
+    return checks
+
+
+def _error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _protein(outcome: Outcome, metric: str, spread: float) -> str:
+    """Why the printed error of Protein is no goal."""
+    if metric == "lpd":
+        return "Protein's printed density, −2.26, is that of its printed error: −2.07 − 0.05 · 1.95². See Table 12."
+    best, fitted = (min(made.mean("Protein", method) for method in METHODS) for made in outcome.tables)
+    return (
+        f"Protein's printed RMSE, 1.95, would explain {100 * (1 - (1.95 / spread) ** 2):.0f} % of the variance of the "
+        f"targets, whose standard deviation is {spread:.2f}; the lowest here is {best:.2f} on test data and "
+        f"{fitted:.2f} on the training data. It is reported, not compared."
+    )
+
+
+def facts(session: Session, setting: str, done: Sequence[Job]) -> dict[str, Any]:
+    """What was run of a data set, as plain values."""
+    return {**asdict(size_of(setting, session.scale)), "methods": {k: [v] for k, v in METHODS.items()}}
+
+
+def deviations(session: Session, setting: str) -> list[str]:
+    """Where a data set at this scale differs from the paper's, in words."""
+    size, paper = size_of(setting, session.scale), size_of(setting, "paper")
+    said = []
+    if size.data != setting:
+        said.append(f"{setting}: trained on {size.data}: only a test that the code runs.")
+    elif size.epochs != paper.epochs:
+        said.append(f"{setting}: {size.epochs} epochs instead of {paper.epochs}.")
+    if size.data == setting and size.splits != paper.splits:
+        said.append(f"{setting}: {size.splits} splits instead of {paper.splits}.")
+    if size.samples != paper.samples:
+        said.append(f"{setting}: {size.samples:,} draws instead of {paper.samples:,}.")
+    return said
+
+
+def _order(job: Job) -> int:
+    order = ("uci/protein", "uci/naval", "uci/power", "uci/kin8nm")
+    return order.index(job.setting) if job.setting in order else len(order)
+
+
+REGRESSION = Paper(measure, facts, deviations, _order)
+RUNNERS = {
+    "emp/table12": Runner(REGRESSION, partial(table, "rmse"), (jobs,)),
+    "emp/table13": Runner(REGRESSION, partial(table, "lpd"), (jobs,)),
+}

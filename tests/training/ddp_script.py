@@ -9,7 +9,9 @@ import torch
 
 import slimbayes as sb
 from slimbayes.specs import parse_method
-from slimbayes.training import Training, make_fabric
+from slimbayes.training import StopTraining, Training, make_fabric
+from slimbayes.training.keeping import STATE
+from slimbayes.training.state import read_state
 
 CASES = {
     "rank1": ("Rank1(components=2)", "mean"),
@@ -45,6 +47,28 @@ def train(name: str, devices: int, fabric, folder: Path) -> dict:
     return {"history": result.history, "weights": weights, "samples": samples[:16], "kl": kl}
 
 
+def stopped(devices: int, fabric, folder: Path) -> list[int]:
+    """Steps after a run that its callback stopped, and after the one that went on: in every process."""
+    torch.manual_seed(0)
+    x = torch.randn(96, 4)
+    model = sb.bayesianize(torch.nn.Linear(4, 2), sb.Rank1(components=2))
+    settings = Training(epochs=4, batch_size=24, devices=devices, accelerator="cpu", log_every=1)
+    options = {"fabric": fabric, "progress": False, "folder": folder}
+
+    def stop(step: int, row: dict) -> None:  # called in the first process alone
+        if step == 6:
+            raise StopTraining("enough")
+
+    try:
+        sb.fit(model, (x, (x[:, 0] > 0).long()), settings, callback=stop, **options)
+        return []
+    except StopTraining:
+        fabric.barrier()
+        state = read_state(folder / STATE)[1]["step"]
+    result = sb.fit(model, (x, (x[:, 0] > 0).long()), settings, resume=True, **options)
+    return [state, result.step]
+
+
 def main(devices: int, out: str) -> None:
     torch.set_num_threads(1)
     fabric = make_fabric(Training(devices=devices, accelerator="cpu"))
@@ -52,6 +76,7 @@ def main(devices: int, out: str) -> None:
     found = {"rank": fabric.global_rank, "world": fabric.world_size, "process": os.getpid()}
     for name in CASES:
         found[name] = train(name, devices, fabric, Path(out) / f"{name}-{devices}")
+    found["stopped"] = stopped(devices, fabric, Path(out) / f"stopped-{devices}")
     (Path(out) / f"{devices}-{fabric.global_rank}.json").write_text(json.dumps(found))
 
 

@@ -85,6 +85,11 @@ def test_ranks_draw_noise_of_their_own(found):
 
 
 @pytest.mark.slow
+def test_a_run_that_is_stopped_stops_in_every_process(found):
+    assert [each["stopped"] for each in found] == [[6, 16]] * 3
+
+
+@pytest.mark.slow
 def test_the_command_line_trains_on_two_processes(tmp_path):
     command = [
         sys.executable, "-m", "slimbayes", "train", "--data", "wine", "--network", "dense(hidden=[16])",

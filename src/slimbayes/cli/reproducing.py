@@ -58,6 +58,13 @@ def reproduce(
             "--only", metavar="A,B,...", help="Only these settings of the entries, as mnist,cifar100."
         ),
     ] = None,
+    devices: Annotated[
+        int,
+        typer.Option("--devices", min=1, help="Processes that train one network together (DDP): ImageNet."),
+    ] = 1,
+    num_nodes: Annotated[
+        int, typer.Option("--num-nodes", min=1, help="Machines of so many devices, through torchrun.")
+    ] = 1,
     data_root: o.DataRoot = None,
     quiet: o.Quiet = False,
     threads: o.Threads = None,
@@ -80,6 +87,7 @@ def reproduce(
     from slimbayes.experiments.running import RUNNERS, check_names, settings_of, train_for
     from slimbayes.experiments.running import reproduce as run
     from slimbayes.experiments.session import OutOfTime, Session
+    from slimbayes.experiments.several import Processes, is_first
 
     wanted = o.words(only) or ()
     names = list(dict.fromkeys(name for word in experiment for name in _matching(word, list(RUNNERS))))
@@ -93,7 +101,12 @@ def reproduce(
                 f"--only {', '.join(unknown)}: these entries have {', '.join(known) or 'no settings'}"
             )
         names = [name for name in names if set(having[name]) & set(wanted)]
-    jobs = default_jobs() if jobs is None else jobs
+    several = Processes(devices, num_nodes).number
+    if several > 1 and (jobs or 1) > 1:
+        raise ConfigError(
+            f"--jobs {jobs} on {several} devices: they train one network together; leave out --jobs"
+        )
+    jobs = 1 if several > 1 else default_jobs() if jobs is None else jobs
     o.set_threads(threads)
     begun = time.monotonic()
     say = (lambda text: None) if quiet else o.note
@@ -114,9 +127,15 @@ def reproduce(
         for name in names:
             left = None if budget is None else max(0.0, budget - (time.monotonic() - begun))
             shown = not quiet and jobs == 1
-            path = run(name, scale, results, work, data_root, seeds, left, jobs, shown, say, wanted, together)
-            o.note(f"{name} at scale {scale}: {path}")
+            path = run(
+                name, scale, results, work, data_root, seeds, left, jobs, shown, say, wanted, together,
+                devices, num_nodes,
+            )  # fmt: skip
+            if is_first():
+                o.note(f"{name} at scale {scale}: {path}")
     except OutOfTime as error:
+        if not is_first():
+            return  # another exit code than 0 would end the first process before it is done
         o.note(str(error))
         raise typer.Exit(LATER) from None
     except KeyboardInterrupt:
@@ -142,6 +161,7 @@ COMMANDS = (
             "slimbayes reproduce ktied/table1",
             "slimbayes reproduce ktied/table2 --scale desk --data-root data",
             "slimbayes reproduce ktied/figure6 --scale gpu --budget 540 --jobs 4",
+            "slimbayes reproduce emp/table4 --scale paper --data-root data --devices 8",
             "slimbayes report results",
         ),
     ),

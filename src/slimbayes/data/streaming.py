@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -157,6 +158,15 @@ class StreamedDataset:
     def num_outputs(self) -> int:
         """One per class."""
         return len(self.classes)
+
+    def fingerprint(self) -> str:
+        """The first 16 hexadecimal digits of the SHA-256 of all names and labels; images are not read for it."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.test):
+            for row in range(len(part)):
+                digest.update(f"{part.title(row)} {part.label(row)}\n".encode())
+            digest.update(b"\n")
+        return digest.hexdigest()[:16]
 
     def batches(self, part: str, batch_size: int, **options: Any) -> StreamBatches:
         """Batches of "train" or "test"; options as for StreamBatches."""

@@ -56,6 +56,10 @@ class ImageStream(TorchDataset[tuple[Tensor, int]], ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
+    def title(self, row: int) -> str:
+        """The name of an image in its set, without reading it."""
+
+    @abstractmethod
     def label(self, row: int) -> int:
         """The class of an image, without reading it."""
 
@@ -138,6 +142,10 @@ class ImageTree(ImageStream):
     def __len__(self) -> int:
         return len(self.files)
 
+    def title(self, row: int) -> str:
+        """The file's path in its folder."""
+        return self.files[row]
+
     def label(self, row: int) -> int:
         """The class of an image: the place of its folder's name among the sorted ones."""
         return int(self.labels[row])
@@ -196,6 +204,10 @@ class TarShards(ImageStream):
 
     def __len__(self) -> int:
         return len(self.members)
+
+    def title(self, row: int) -> str:
+        """The member's name in its shard."""
+        return self.members[row]
 
     def label(self, row: int) -> int:
         """The number in key.cls."""

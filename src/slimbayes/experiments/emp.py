@@ -152,11 +152,11 @@ def _by_samples(number: int) -> Experiment:
     )  # fmt: skip
 
 
-def _calibration(number: int, setting: Setting, title: str) -> Experiment:
+def _calibration(number: int, setting: Setting, title: str, needs: str = "") -> Experiment:
     return Experiment(
         f"emp/figure{number}", f"Figure {number}", title,
         "The calibration curves of EMP and ECMP lie closest to the diagonal.",
-        (setting,), ("ece_percent", "mce_percent"), errata=("The paper draws the curves.", *_ERRATA), needs=_NEEDS,
+        (setting,), ("ece_percent", "mce_percent"), errata=("The paper draws the curves.", *_ERRATA), needs=needs,
     )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def _robust(number: int, printed: Printed, metric: str, title: str, shows: str) 
         f"emp/table{number}", f"Table {number}", title,
         shows,
         (replace(_IMAGENET_C, methods={k: v for k, v in _IMAGENET_C.methods.items() if k in printed.rows}),),
-        (metric,), 1, (printed,), (_VANILLA, *relative, *_ERRATA), needs=_NEEDS,
+        (metric,), 1, (printed,), (_VANILLA, *relative, *_ERRATA),
     )  # fmt: skip
 
 
@@ -184,13 +184,12 @@ ENTRIES: tuple[Experiment, ...] = (
             ),
         ),
         errata=("The 1,599 cards were read from a public data base and not published with the paper.",),
-        needs="a table of graphics cards with their dates and memory, and a runner",
     ),
     Experiment(
         "emp/table1", "Table 1", "Parameter overhead of variational methods",
         "Patching costs 17.9 % (ResNet-18) or 1.10 % (PyramidNet) where other variational methods double the network.",
         (_IMAGENET, _CIFAR100), ("parameters_m", "overhead_percent"), printed=(_TABLE1,),
-        errata=("PBP and MNFG are not in slimbayes; their counts are the paper's.",), needs=_NEEDS,
+        errata=("PBP and MNFG are not in slimbayes; their counts are the paper's.",),
     ),
     Experiment(
         "emp/figure3", "Figure 3", "Functions drawn from priors with dropout and with EMP",
@@ -204,7 +203,7 @@ ENTRIES: tuple[Experiment, ...] = (
                 },
             ),
         ),
-        errata=("Whether 20 and 5 are variances or standard deviations is not said.",), needs=_NEEDS,
+        errata=("Whether 20 and 5 are variances or standard deviations is not said.",),
     ),
     Experiment(
         "emp/table3", "Table 3", "Ensemble size and parameters",
@@ -226,12 +225,11 @@ ENTRIES: tuple[Experiment, ...] = (
             "bias, and 4·(99·200 + 100²) for the patches.",
             "DropConnect and the explicit ensemble are only counted; the paper does not train them on images.",
         ),
-        needs=_NEEDS,
     ),
     Experiment(
         "emp/table4", "Table 4", "ImageNet",
         "EMP and ECMP are more accurate and better calibrated than dropout and the vanilla network.",
-        (_IMAGENET,), ("overhead_percent", *_QUALITY), printed=(_TABLE4,), errata=_ERRATA, needs=_NEEDS,
+        (_IMAGENET,), ("overhead_percent", *_QUALITY), printed=(_TABLE4,), errata=_ERRATA,
     ),
     _calibration(4, _FOUR_MAIN, "Calibration curves on ImageNet"),
     _calibration(7, _IMAGENET, "Calibration curves on ImageNet, with norms alone patched too"),
@@ -246,7 +244,7 @@ ENTRIES: tuple[Experiment, ...] = (
         "EMP and ECMP beat dropout and the vanilla network in accuracy; ECMP more than halves their ECE.",
         (_CIFAR100,), ("overhead_percent", *_QUALITY), printed=(_TABLE6,), errata=_ERRATA, needs=_NEEDS,
     ),
-    _calibration(5, _CIFAR100, "Calibration curves on CIFAR-100"),
+    _calibration(5, _CIFAR100, "Calibration curves on CIFAR-100", _NEEDS),
     Experiment(
         "emp/figure6", "Figure 6", "Calibration against the number of samples",
         "More samples in evaluation calibrate EMP and ECMP better; dropout gains little.",

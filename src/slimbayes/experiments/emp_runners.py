@@ -1,8 +1,37 @@
-"""How the EMP paper's entries run, from the modules that know their networks."""
+"""How the EMP paper's entries run: what each needs, and what is made of it."""
 
 from __future__ import annotations
 
-from slimbayes.experiments import emp_uci_tables
-from slimbayes.experiments.runner import Runner
+from collections.abc import Sequence
+from typing import Any
 
-RUNNERS: dict[str, Runner] = {**emp_uci_tables.RUNNERS}
+from slimbayes.experiments import emp_cards, emp_counts, emp_imagenet_tables, emp_priors, emp_uci_tables
+from slimbayes.experiments.runner import Paper, Runner
+from slimbayes.experiments.session import Session
+
+
+def _measure(session: Session, job: Any) -> float:
+    raise AssertionError(f"{job!r}: these entries train nothing")
+
+
+def _facts(session: Session, setting: str, jobs: Sequence[Any]) -> dict[str, Any]:
+    return {}
+
+
+def _deviations(session: Session, setting: str) -> list[str]:
+    return []
+
+
+def _order(job: Any) -> int:
+    return 0
+
+
+UNTRAINED = Paper(_measure, _facts, _deviations, _order)  # entries without networks: they have no jobs
+RUNNERS: dict[str, Runner] = {
+    "emp/figure1": Runner(UNTRAINED, emp_cards.figure1),
+    "emp/table1": Runner(UNTRAINED, emp_counts.table1),
+    "emp/figure3": Runner(UNTRAINED, emp_priors.figure3),
+    "emp/table3": Runner(UNTRAINED, emp_counts.table3),
+    **emp_imagenet_tables.RUNNERS,
+    **emp_uci_tables.RUNNERS,
+}

@@ -46,6 +46,7 @@ class Runner:
     report: Callable[[Session, str], Outcome]
     jobs: tuple[Callable[[Session], Sequence[Job]], ...] = ()
     alone: bool = False  # its networks are trained one at a time, because their seconds are measured
+    several: bool = False  # several processes may train one network together
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ def reproduce(
     say: Callable[[str], None] = lambda text: None,
     only: Sequence[str] = (),
     trained: bool = False,
+    devices: int = 1,
+    num_nodes: int = 1,
 ) -> Path:
     """Run one experiment and write its result; returns the file.
 
@@ -55,6 +57,8 @@ def reproduce(
         say: called with a sentence now and then.
         only: settings of the entry that are run, as "mnist"; none: all.
         trained: ``train_for`` has trained what it needs: no processes are started.
+        devices: processes, each with a device of its own, that train one network together (DDP).
+        num_nodes: machines of so many devices, through torchrun.
     """
     check_names([name])
     begun = time.monotonic()
@@ -67,12 +71,17 @@ def reproduce(
         "budget": budget,
         "only": tuple(only),
     }
-    session = Session(**options, progress=progress, say=say)  # type: ignore[arg-type]
+    session = Session(**options, progress=progress, say=say, devices=devices, num_nodes=num_nodes)  # type: ignore[arg-type]
+    together = session.processes.number > 1
+    if together and not runner.several:
+        raise ValueError(
+            f"{name}: its networks are trained on one device each; use --jobs for several at a time"
+        )
     needed = settings_of(name, session)
     before = _other_settings(result_path(results, name, scale), needed, session)
     settings = session.chosen(*needed) if needed else ()
     wanted = _wanted(runner, session)
-    number = default_jobs() if jobs is None else jobs
+    number = 1 if together else default_jobs() if jobs is None else jobs
     if number > 1 and not runner.alone and not trained:
         work_together(wanted, options, number, say)
     with settings_kept():
@@ -91,6 +100,8 @@ def reproduce(
             seeds=sorted({run["seed"] for run in session.runs}),
         ),
     }  # fmt: skip
+    if not session.processes.first:
+        return result_path(results, name, scale)
     return write_result(document if before is None else join(document, before, needed), results)
 
 
@@ -112,6 +123,8 @@ def _command(name: str, session: Session, jobs: int) -> str:
         "seeds": session.seeds,
         "only": ",".join(session.only) or None,
         "jobs": jobs if jobs > 1 else None,
+        "devices": session.processes.devices if session.processes.devices > 1 else None,
+        "num-nodes": session.processes.num_nodes if session.processes.num_nodes > 1 else None,
     }
     words = [f"--{option} {value}" for option, value in more.items() if value is not None]
     return " ".join([f"slimbayes reproduce {name} --scale {session.scale}", *words])

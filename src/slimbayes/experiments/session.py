@@ -21,6 +21,7 @@ from slimbayes.data import load as load_data
 from slimbayes.evaluate import assess
 from slimbayes.experiments.networks import MODEL, Prepared, Recipe, Trained, without_mean
 from slimbayes.experiments.results import SCALES
+from slimbayes.experiments.several import Processes
 from slimbayes.files import write_whole
 from slimbayes.objective import kl
 from slimbayes.provenance import commit, hardware, now
@@ -54,6 +55,8 @@ class Session:
         progress: bool = True,
         say: Callable[[str], None] = lambda text: None,
         only: Sequence[str] = (),
+        devices: int = 1,
+        num_nodes: int = 1,
     ) -> None:
         if scale not in SCALES:
             raise ValueError(f"scale={scale!r} is unknown; use one of {', '.join(SCALES)}")
@@ -70,6 +73,7 @@ class Session:
         self.runs: list[dict[str, Any]] = []
         self.used: dict[str, dict[str, str]] = {}  # fingerprints and sources of data
         self._data: dict[tuple[Any, ...], Prepared] = {}
+        self.processes = Processes(devices, num_nodes)
 
     def chosen(self, *settings: str) -> tuple[str, ...]:
         """Those of the settings that this call is to run."""
@@ -115,9 +119,9 @@ class Session:
         facts |= {"data": self.used[recipe.data]["fingerprint"], "prepared": prepared.key}
         folder = self._folder(recipe, seed, facts)
         shape, outputs = prepared.data.shape, prepared.data.num_outputs
-        known = _finished(folder, facts, every)
+        known = self.processes.agreed(_finished(folder, facts, every))
         if known is None:
-            self.check_time()
+            self.processes.by_first(self.check_time)
             known = self._train(recipe, prepared, seed, folder, facts, probe, every, resume)
 
         def read() -> nn.Module:
@@ -166,13 +170,15 @@ class Session:
         begun = time.monotonic()
         result = fit(
             model, prepared.data, training, folder=folder, resume=resume, progress=self.progress, label=label,
-            callback=callback,
+            callback=callback, fabric=self.processes.fabric,
         )  # fmt: skip
-        save(model, folder / MODEL)
         origin = {"created": now(), "commit": commit(), "hardware": hardware(), "torch": torch.__version__}
         known = {"facts": facts, "steps": result.step, "seconds": result.seconds, **origin}
-        write_whole(folder / FACTS, json.dumps(known))
-        self.say(f"{label}: {result.step} steps in {result.seconds:.1f} s")
+        if self.processes.first:
+            save(model, folder / MODEL)
+            write_whole(folder / FACTS, json.dumps(known))
+            self.say(f"{label}: {result.step} steps in {result.seconds:.1f} s")
+        self.processes.meet()  # others look for these files
         return known
 
     def _folder(self, recipe: Recipe, seed: int, facts: dict[str, Any]) -> Path:

@@ -103,7 +103,11 @@ def figure(value: float, digits: int) -> str:
 
     >>> figure(97.56, 1), figure(0.0004, 3), figure(1234567, 0), figure(-2.5, -1), figure(3.2e9, 2)
     ('97.6', '0.0004', '1,234,567', '−2.5', '3.2e+09')
+    >>> figure(13779912, -1)
+    '13,779,912'
     """
+    if digits < 0 and 1e4 <= abs(value) < 1e15:  # counts, whose last digit may be what matters
+        digits = 0
     plain = digits < 0 or (digits and abs(value) >= 1e7)
     shown = f"{value:.4g}" if plain else f"{value:,.{digits}f}"
     if value and not re.search("[1-9]", shown):

@@ -314,12 +314,22 @@ class Run:
         if self.logger is not None:
             named = {f"train/{k}": v for k, v in row.items() if k != "step"}
             self.logger.log_metrics(named, step=self.step)
-        if self.callback is not None and self.fabric.is_global_zero:
+        if self.callback is not None:
+            self._call(self.callback, row)
+
+    def _call(self, callback: Callback, row: Row) -> None:
+        """The first process calls; when that stops the run, it stops in all of them."""
+        stop: StopTraining | None = None
+        if self.fabric.is_global_zero:
             try:
-                self.callback(self.step, row)
-            except StopTraining:
-                keep(self)
-                raise
+                callback(self.step, row)
+            except StopTraining as error:
+                stop = error
+        if self.fabric.world_size > 1:
+            stop = self.fabric.broadcast(stop)
+        if stop is not None:
+            keep(self)
+            raise stop
 
     def _validate(self) -> Row:
         """Figures on the validation data, from the first process; decides on early stopping for all."""

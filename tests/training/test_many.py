@@ -303,6 +303,21 @@ def test_parameters_with_one_gradient_are_clipped_once():
     assert distance(together, by_fit(models, data, [1, 2], clip_norm=0.01)) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["ECMP", "Rank1", "DeepEnsemble", "MCDropout"])
+def test_afterwards_each_is_an_ordinary_model(name, tmp_path):
+    """It predicts, is saved and read, and goes on by ``sb.fit``; nothing ties it to the others."""
+    models, _ = by_many(networks(METHODS[name], 2), table(0), [1, 2])
+    x = table(0)[0]
+    before = sb.predict(models[1], x, samples=2, seed=0, likelihood=sb.Gaussian()).mean
+    sb.save(models[0], tmp_path / "model.safetensors")
+    again = sb.load(network(), tmp_path / "model.safetensors")
+    assert distance([again], models[:1]) == 0
+    sb.fit(models[0], table(0), likelihood=sb.Gaussian(), **{**SETTINGS, "steps": 2})
+    assert distance([again], models[:1]) > 0
+    assert torch.equal(sb.predict(models[1], x, samples=2, seed=0, likelihood=sb.Gaussian()).mean, before)
+    assert all(p.is_leaf and p.untyped_storage().nbytes() == p.nbytes for p in models[1].parameters())
+
+
 def test_torch_s_generator_is_left_alone():
     models = networks(METHODS["MeanField"], 2)
     state = torch.random.get_rng_state()

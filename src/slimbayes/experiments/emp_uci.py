@@ -87,7 +87,7 @@ def training(session: Session, size: Size) -> Training:
     cuda = session.device.type == "cuda"
     return Training(
         accelerator=session.device.type, epochs=size.epochs, batch_size=size.batch_size, optimizer="adam", lr=1e-3,
-        schedule="constant", l2=0.005, kl_annealing=0.0, augment=False, capture=cuda,
+        schedule="constant", l2=0.005, kl_annealing=0.0, augment=False, capture=cuda, compile=cuda,
         checkpoint_every=100_000 if cuda else 5000, log_every=20_000 if cuda else 1000,
     )  # fmt: skip
 

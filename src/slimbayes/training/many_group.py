@@ -47,9 +47,8 @@ class Group:
         self.step = torch.zeros((), dtype=torch.int64, device=device)  # and as the device does
         self.sums = torch.zeros(count, 3, dtype=torch.float64, device=device)  # since the last row of history
         self.summed = 0
-        self.bad = torch.full(
-            (count,), -1, dtype=torch.int64, device=device
-        )  # first step that was not finite
+        # First step whose figures were not finite, by network; -1: none.
+        self.bad = torch.full((count,), -1, dtype=torch.int64, device=device)
         self.used: list[str] | None = None  # the parameters that have gradients, once known
         self.traced: Traced | None = None
         self.compiled = False

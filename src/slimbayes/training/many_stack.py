@@ -72,7 +72,7 @@ class Stack:
                 [math.log(value) for value in precisions], dtype=like.dtype, device=device
             )
         if self.learns_mixing:
-            baselines = [find_record(member.model).baseline.to(device) for member in members]
+            baselines = [find_record(member.model).baseline.to(device, self.dtype) for member in members]
             self.buffers[BASELINE] = torch.stack(baselines)
 
     def _stack_parameter(self, name: str, values: list[nn.Parameter], device: torch.device) -> None:

@@ -35,7 +35,7 @@ LIMITS = """\
 - `estimator="local"` is exact for a `Linear` layer on one vector per example; for convolutions and sequences,
   where a weight is used at several positions, it samples those outputs independently.
 - `BatchNorm` statistics are computed over all rows of a draw, so components and samples share them. Only the
-  members of a `DeepEnsemble` have their own.
+  members of a `DeepEnsemble` have their own, and the components of `EMP(own_statistics=True)`.
 - In draws `EmbeddingBag` needs a 2-D input `[batch, bag size]`: offsets into a flat one cannot be tiled.
 - The `padding_idx` row of an `Embedding` is never random.
 - An `Embedding` or `EmbeddingBag` with `max_norm` cannot have a random table, and a norm without affine

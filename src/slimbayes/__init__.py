@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from slimbayes.checkpoint import CheckpointError, load, save
     from slimbayes.compiling import compile
     from slimbayes.compressing import compress
+    from slimbayes.stacking import stack
     from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ _LATE = {
     "data": (),
     "metrics": (),
     "models": (),
+    "stacking": ("stack",),
     "training": ("FitResult", "ManyResult", "Training", "TrainingError", "fit", "fit_many"),
 }
 
@@ -106,6 +108,7 @@ __all__ = [
     "parameter_groups",
     "predict",
     "save",
+    "stack",
     "summary",
 ]
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from slimbayes import fast
 from slimbayes.apply.bulk import DEVICES, prefill
 from slimbayes.apply.gathered import prefill_weights
-from slimbayes.apply.patched import prefill_patches
+from slimbayes.apply.patched import prefill_keyed, prefill_patches
 from slimbayes.apply.points import prefill_points
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.context import (
@@ -172,6 +172,7 @@ def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw) -> N
         pairs = [(layer.bayes, layer) for _, layer in layers]
         prefill_points(pairs, now)
         prefill_patches(pairs, now)
+        prefill_keyed(pairs, now)
     else:
         layers, groups = layers_and_groups(model)
         if now.seed is None and now.noise != "mean":
@@ -179,6 +180,7 @@ def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw) -> N
         others = [(layer.bayes, layer) for _, layer in layers if type(layer.bayes) is not Rank1Rule]
         if others and (torch.compiler.is_compiling() or not _hooked(unwrap(model))):
             prefill_weights(others, now)
+            prefill_keyed(others, now)
 
 
 def _hooked(model: nn.Module) -> bool:

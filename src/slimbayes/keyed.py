@@ -12,6 +12,7 @@ counter names the rest, each field in bits of its own, so that two places in a l
     word 1: example                             word 3: stream · 2¹⁶ + component
 """
 
+import functools
 import hashlib
 import math
 import operator
@@ -168,6 +169,56 @@ def from_words(kind: str, words: Words, dtype: torch.dtype) -> Tensor:
     _check(kind, 0, 1, dtype)
     real = torch.float64 if dtype == torch.float64 else torch.float32
     return _KINDS[kind](words, real, torch.finfo(dtype)).flatten(-2).to(dtype)
+
+
+def keyed_uniforms(
+    seed: int,
+    sources: tuple[tuple[str, int], ...],
+    components: int,
+    samples: Tensor,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """The "uniform" noise of many layers by one evaluation: [C · S, Σ counts], for sources (name, count).
+
+    The columns of a source are its ``keyed_noise`` for ``layer_key(seed, name)``, stream 0, all components and no
+    examples, bit for bit. None where there are so many that they should not be held at a time.
+
+    >>> ids = torch.arange(3)
+    >>> both = keyed_uniforms(0, (("a", 5), ("b", 1)), 1, ids, torch.float32)
+    >>> cpu = torch.device("cpu")
+    >>> b = keyed_noise("uniform", layer_key(0, "b"), 0, None, ids, None, (1,), torch.float32, cpu)
+    >>> both.shape, torch.equal(both[:, 5:], b[0, :, 0])
+    (torch.Size([3, 6]), True)
+    """
+    k0, k1, block, columns = _joint(seed, sources, samples.device)
+    size = (components, len(samples), len(block))
+    if math.prod(size) > _DEVICE_PIECE:
+        return None
+    ids = torch.arange(components, device=samples.device)
+    counter = (block, torch.zeros_like(block), samples[:, None], ids[:, None, None])
+    c0, c1, c2, c3 = (word.expand(size) for word in counter)
+    words = philox((c0, c1, c2, c3), (k0, k1))
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    return (
+        _uniform(words, real, torch.finfo(dtype)).to(dtype).flatten(2).flatten(0, 1).index_select(1, columns)
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _joint(
+    seed: int, sources: tuple[tuple[str, int], ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys and number of every block [B], and the place of every source's elements among the blocks' words."""
+    keys, blocks, columns, start = [], [], [], 0
+    for name, count in sources:
+        number = (count + 3) // 4
+        keys += [layer_key(seed, name)] * number
+        blocks.append(torch.arange(number))
+        columns.append(torch.arange(4 * start, 4 * start + count))
+        start += number
+    with torch.inference_mode(False):
+        k0, k1 = torch.tensor(keys).unbind(1)
+        return k0.to(device), k1.to(device), torch.cat(blocks).to(device), torch.cat(columns).to(device)
 
 
 def _check(kind: str, stream: int, numel: int, dtype: torch.dtype) -> None:

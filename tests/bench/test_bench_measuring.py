@@ -14,18 +14,19 @@ from torch import nn
 from slimbayes.bench import cases, measuring, worker
 from slimbayes.bench.cases import Case, build
 from slimbayes.bench.measuring import Load, interleave, peak_bytes
-from slimbayes.bench.settings import CONTENDERS, HEADS, NETWORKS, REFERENCE
+from slimbayes.bench.settings import CONTENDERS, HEADS, MANY, NETWORKS, REFERENCE
 from slimbayes.bench.worker import Job, measure
 
 CPU = torch.device("cpu")
 PAIRS = [("tiny", phase) for phase in ("train", "predict")] + [
-    ("tiny-conv", phase) for phase in ("train", "predict", "small", "head")
+    ("tiny-conv", phase) for phase in ("train", "predict", "small", "head", "many")
 ]
 
 
 @pytest.mark.parametrize("network, phase", PAIRS)
-def test_every_method_runs(network, phase):
-    names = HEADS if phase == "head" else tuple(CONTENDERS)
+def test_every_method_runs(network, phase, monkeypatch):
+    monkeypatch.setattr(cases, "MANY_DRAWS", 3)
+    names = {"head": HEADS, "many": MANY}.get(phase, tuple(CONTENDERS))
     found = measure(Job("own", network, phase, "eager", names, rounds=2, seconds=0.0))
     assert [cell["method"] for cell in found] == [REFERENCE, *names]
     for cell in found:
@@ -56,6 +57,18 @@ def test_small_and_head_are_counted_per_pass():
     head = build("rank1", network, "head", "eager", CPU)
     assert head.units == network.rows and head.rows == 100 * network.rows
     assert build(REFERENCE, network, "head", "eager", CPU).units == network.rows
+
+
+def test_many_draws_are_passes_of_the_same_rows_in_bounded_memory(monkeypatch):
+    network, peaks = NETWORKS["tiny-conv"], []
+    for draws in (2, 20):
+        monkeypatch.setattr(cases, "MANY_DRAWS", draws)
+        plain, emp = (build(name, network, "many", "eager", CPU) for name in (REFERENCE, "emp"))
+        assert plain.rows == emp.rows == plain.units == emp.units == draws * network.rows
+        assert emp.held[0].shape == plain.held[0].shape
+        emp.step()
+        peaks.append(peak_bytes(emp, CPU, 0))
+    assert peaks[1] <= 1.02 * peaks[0]
 
 
 def test_the_deterministic_network_is_plain_torch():

@@ -11,7 +11,7 @@ from helpers_cli import runner
 from slimbayes.bench import running
 from slimbayes.bench.results import BenchError, Results, read_results
 from slimbayes.bench.running import jobs, run_bench
-from slimbayes.bench.settings import CONTENDERS, PEERS, REFERENCE, BenchConfig
+from slimbayes.bench.settings import CONTENDERS, PEERS, REFERENCE, BenchConfig, limit
 
 ROOT = Path(__file__).parents[2]
 TINY = BenchConfig(
@@ -116,6 +116,14 @@ def test_jobs_of_peers_hold_their_counterparts():
     found = [job for job in jobs(config, Results("cpu")) if job.group == "peers"]
     assert {(job.network, job.phase) for job in found} == {("mlp", "train"), ("mlp", "predict")}
     assert set(found[0].contenders) == {*PEERS, "meanfield-shared", "meanfield-flipout", "batchensemble"}
+
+
+def test_many_draws_are_measured_eagerly_and_of_patches_alone():
+    config = BenchConfig(("wrn-28-4",), modes=("eager", "compiled"), peers=sys.executable)
+    (job,) = jobs(config, Results("cpu"))
+    assert (job.phase, job.mode, job.contenders) == ("many", "eager", ("emp", "ecmp"))
+    assert limit("cuda", "wrn-28-4", "many", "eager", "ecmp", "time") == 1.05
+    assert limit("cuda", "wrn-28-4", "many", "eager", "emp", "memory") == 1.10
 
 
 def test_everything_is_measured_by_default():

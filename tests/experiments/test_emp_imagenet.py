@@ -124,8 +124,8 @@ def test_missing_images_are_named(tmp_path):
 
 def test_halves_of_shared_entries_have_the_printed_rows(tmp_path):
     small = Session("smoke", tmp_path, progress=False)
-    for name, runner in tables.HALVES.items():
-        (table,) = runner.report(small, "imagenet").tables
+    for name in ("emp/figure6", "emp/table9", "emp/table10", "emp/table11"):
+        (table,) = tables.RUNNERS[name].report(small, "imagenet").tables
         printed = find(name).table("imagenet")
         if name == "emp/figure6":
             assert list(table.rows) == list(printed.rows) and table.columns == ("1", "2", "3", "4")

@@ -68,6 +68,10 @@ def test_mean_corruption_error_of_both_papers():
     close(metrics.corruption_errors(errors, vanilla)["fog"], 100 * sum(errors["fog"]) / sum(vanilla["fog"]))
     relative = (ours.sum(1) - 5 * 0.01) / (theirs.sum(1) - 5 * 0.02)
     close(metrics.relative_mean_corruption_error(errors, 0.01, vanilla, 0.02), 100 * float(relative.mean()))
+    close(
+        metrics.relative_corruption_errors(errors, 0.01, vanilla, 0.02)["snow"],
+        100 * float(relative[names.index("snow")]),
+    )
     close(metrics.relative_mean_corruption_error(vanilla, 0.02, vanilla, 0.02), 100.0)
     absolute = (ours.mean(1) - 0.01) / (divisor - 0.4)
     close(metrics.relative_mean_corruption_error(errors, 0.01, "alexnet", 0.4), 100 * float(absolute.mean()))

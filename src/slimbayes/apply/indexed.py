@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -60,14 +61,33 @@ def _place(edges: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(edges, u.contiguous(), right=True)
 
 
+class Normalizing(Operation, ABC):
+    """A layer with running statistics, of which every component may have its own: buffers [K, channels]."""
+
+    @abstractmethod
+    def by_component(self, inputs: Inputs, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
+        """Run with one weight and bias per draw [draws, channels], and the statistics of component index[draw]."""
+
+    @abstractmethod
+    def averaged(self, inputs: Inputs, weight: Tensor, bias: Tensor | None, probs: Tensor) -> Tensor:
+        """Run with one weight and bias, and in eval mode the mean of the components' statistics."""
+
+
 class IndexedRule(Rule):
     """Weight and bias have K versions; an index per draw (or per draw and element) chooses among them.
 
     Layers with one tied weight share its ``mixing``; ``bias_source`` names the bias, which may not be tied.
+    ``own_statistics``: the layer is ``Normalizing``, and its statistics have K versions too.
     """
 
     def __init__(
-        self, name: str, mixing: Mixing, bias_source: str, per_element: bool, prior: Prior | None
+        self,
+        name: str,
+        mixing: Mixing,
+        bias_source: str,
+        per_element: bool,
+        prior: Prior | None,
+        own_statistics: bool = False,
     ) -> None:
         super().__init__()
         self.name = name
@@ -76,6 +96,7 @@ class IndexedRule(Rule):
         self.bias_source = bias_source
         self.per_element = per_element
         self.prior = prior
+        self.own_statistics = own_statistics
 
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:
         """The layer's output for these inputs."""
@@ -85,9 +106,13 @@ class IndexedRule(Rule):
                 self._patch(op.weight).point(),
                 None if op.bias is None else self._patch(op.bias).point(),
             )
+            if self.own_statistics and isinstance(op, Normalizing):
+                return op.averaged(inputs, weight, bias, self.mixing.log_probs(op.weight).exp())
             return op.compute(inputs, weight, bias)
         weight = self._chosen(op.weight, self.weight_source, frame)
         bias = None if op.bias is None else self._chosen(op.bias, self.bias_source, frame)
+        if self.own_statistics and isinstance(op, Normalizing):
+            return op.by_component(inputs, weight, bias, self._index(op.weight, frame))
         return per_draw(op, inputs, weight, bias)
 
     def _chosen(self, points: Tensor, source: str, frame: Frame) -> Tensor:
@@ -97,7 +122,11 @@ class IndexedRule(Rule):
             return known
         if self.per_element:
             return points.gather(0, self.mixing.draw(frame, source, tuple(points.shape[1:]), points))
-        return points.index_select(0, self.mixing.draw(frame, f"{self.mixing.name}.index", (), points))
+        return points.index_select(0, self._index(points, frame))
+
+    def _index(self, points: Tensor, frame: Frame) -> Tensor:
+        """The component of every draw, [draws]: one for weight, bias and statistics."""
+        return self.mixing.draw(frame, f"{self.mixing.name}.index", (), points)
 
     def _patch(self, points: Tensor) -> d.Patch:
         probs = self.mixing.log_probs(points).exp()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from slimbayes.apply.base import Operation, Rule
 from slimbayes.apply.indexed import IndexedRule
 from slimbayes.context import Draw
 from slimbayes.kernels.patches import choose_patches
+from slimbayes.keyed import keyed_uniforms
 from slimbayes.noise import transformed
 
 _LARGEST = (
@@ -38,8 +40,8 @@ def prefill_patches(layers: Iterable[tuple[Rule, Operation]], draw: Draw) -> Non
     sources: set[str] = set()
     mixings: dict[str, int] = {}
     for rule, op in layers:
-        if not isinstance(rule, IndexedRule) or rule.mixing.logits is not None:
-            continue
+        if not isinstance(rule, IndexedRule) or rule.mixing.logits is not None or rule.own_statistics:
+            continue  # statistics need the index itself
         group = -1 if rule.per_element else mixings.setdefault(rule.mixing.name, len(mixings))
         for source, points in ((rule.weight_source, op.weight), (rule.bias_source, op.bias)):
             if points is None or source in sources or points.numel() > _LARGEST * points.shape[0]:
@@ -55,3 +57,77 @@ def prefill_patches(layers: Iterable[tuple[Rule, Operation]], draw: Draw) -> Non
         chosen = choose_patches([each[1] for each in members], [each[2] for each in members], seed, draws)
         for (source, _, _), value in zip(members, chosen, strict=True):
             draw.prefilled[f"{source} chosen"] = value
+
+
+@dataclass
+class _Patched:
+    """A tensor [K, *shape] and the noise that chooses among its versions."""
+
+    name: str  # of the random tensor
+    points: Tensor
+    source: str  # of the noise: one number for the tensor and those that share it, or one per element
+    per_element: bool
+    alone: bool  # the layer chooses for itself, and needs the noise alone
+
+    @property
+    def place(self) -> tuple[torch.device, torch.dtype, int]:
+        return self.points.device, self.points.dtype, self.points.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.points.shape[1:])
+
+
+def prefill_keyed(layers: Iterable[tuple[Rule, Operation]], draw: Draw) -> None:
+    """Of a draw with a seed: the keyed noise of all patches by one evaluation, and what it chooses of the small ones.
+
+    The generator takes a hundred small operations whatever it makes: once per layer they would cost more than a
+    network's pass over a few hundred rows. The numbers are those that the layers would have made.
+    """
+    if not fast.paths.factors or draw.noise == "mean" or draw.component_ids is not None:
+        return
+    if not isinstance(draw.seed, int) or torch.compiler.is_compiling() or transformed():
+        return
+    places: dict[tuple[torch.device, torch.dtype, int], list[_Patched]] = {}
+    for each in _tensors(layers):
+        places.setdefault(each.place, []).append(each)
+    for (device, dtype, _), members in places.items():
+        counts = {m.source: m.points[0].numel() if m.per_element else 1 for m in members}
+        samples = torch.arange(draw.samples, device=device) + draw.first_sample
+        noise_type = torch.promote_types(dtype, torch.float32)
+        u = keyed_uniforms(draw.seed, tuple(counts.items()), draw.components, samples, noise_type)
+        if u is None:
+            continue
+        noise = dict(zip(counts, u.split(list(counts.values()), 1), strict=True))
+        for m in members:
+            if m.alone:
+                shape = m.shape if m.per_element else ()
+                draw.noises[m.source] = noise[m.source].reshape(draw.components, draw.samples, 1, *shape)
+        _choose([m for m in members if not m.alone], noise, draw)
+
+
+def _tensors(layers: Iterable[tuple[Rule, Operation]]) -> Iterator[_Patched]:
+    seen: set[str] = set()
+    for rule, op in layers:
+        if not isinstance(rule, IndexedRule):
+            continue
+        large = op.weight.numel() > _LARGEST * op.weight.shape[0]
+        alone = large or rule.own_statistics or rule.mixing.logits is not None
+        for name, points in ((rule.weight_source, op.weight), (rule.bias_source, op.bias)):
+            if points is not None and name not in seen:
+                seen.add(name)
+                source = name if rule.per_element else f"{rule.mixing.name}.index"
+                yield _Patched(name, points, source, rule.per_element, alone)
+
+
+def _choose(members: list[_Patched], noise: dict[str, Tensor], draw: Draw) -> None:
+    """Versions [draws, *shape] of all members by one gather."""
+    if not members:
+        return
+    components = members[0].points.shape[0]
+    widths = [m.points[0].numel() for m in members]
+    u = torch.cat([noise[m.source].expand(-1, w) for m, w in zip(members, widths, strict=True)], 1)
+    index = (u * components).long().clamp_(max=components - 1)  # [draws, Σ widths], as ``Mixing`` has it
+    flat = torch.cat([m.points.reshape(components, -1) for m in members], 1)
+    for m, part in zip(members, flat.gather(0, index).split(widths, 1), strict=True):
+        draw.prefilled[f"{m.name} chosen"] = part.reshape(-1, *m.shape)

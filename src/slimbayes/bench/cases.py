@@ -19,6 +19,7 @@ from slimbayes.specs import parse_method
 NUM_DATA = 50_000
 SMALL = (10, 16)  # samples, examples
 HEAD_DRAWS = 100
+MANY_DRAWS = 200
 
 
 @dataclass
@@ -187,7 +188,8 @@ def _prediction(
 ) -> Case:
     if name == REFERENCE:
         return _reference_prediction(plain, network, phase, mode, device)
-    samples = SMALL[0] if phase == "small" else network.samples
+    samples = {"small": SMALL[0], "many": MANY_DRAWS}.get(phase, network.samples)
+    chunk = network.rows if phase == "many" else None
     if name in CONTENDERS:
         contender = CONTENDERS[name]
         method = parse_method(contender.method)
@@ -201,7 +203,9 @@ def _prediction(
 
         def function(x: Tensor) -> Tensor:
             with precision(device):
-                return sb.predict(model, x, samples=samples, noise=noise).mean
+                return sb.predict(
+                    model, x, samples=samples, noise=noise, chunk=chunk, keep_draws=chunk is None
+                ).mean
 
     else:
         family = _peer(name)
@@ -210,7 +214,8 @@ def _prediction(
             samples = 1
         function = family.prediction(model, samples)
     draws = components * samples
-    batch = {"small": SMALL[1], "head": network.rows}.get(phase, max(1, network.rows // draws))
+    whole = max(1, network.rows // draws)
+    batch = {"small": SMALL[1], "head": network.rows, "many": network.rows}.get(phase, whole)
     x, _ = inputs(network, batch, device)
     model.eval()
     run = compiled(function, name, mode)
@@ -227,7 +232,7 @@ def _prediction(
 def _reference_prediction(
     plain: nn.Module, network: Network, phase: str, mode: str, device: torch.device
 ) -> Case:
-    passes, batch = SMALL if phase == "small" else (1, network.rows)
+    passes, batch = SMALL if phase == "small" else (MANY_DRAWS if phase == "many" else 1, network.rows)
     x, _ = inputs(network, batch, device)
     plain.eval()
 

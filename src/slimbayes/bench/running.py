@@ -22,6 +22,7 @@ from slimbayes.bench.results import BenchError, Cell, Results, read_results
 from slimbayes.bench.settings import (
     CONTENDERS,
     HEADS,
+    MANY,
     MODES,
     NETWORKS,
     PEERS,
@@ -83,7 +84,7 @@ def jobs(config: BenchConfig, results: Results) -> Iterator[Job]:
             for phase in network.phases:
                 if config.phases and phase not in config.phases:
                     continue
-                for mode in config.modes:
+                for mode in config.modes if phase != "many" else ("eager",):
                     wanted = _contenders(config, group, phase, network.peers)
                     missing = tuple(
                         method for method in wanted if results.find(group, name, phase, mode, method) is None
@@ -98,11 +99,11 @@ def jobs(config: BenchConfig, results: Results) -> Iterator[Job]:
 
 def _contenders(config: BenchConfig, group: str, phase: str, has_peers: bool) -> tuple[str, ...]:
     if group == "peers":
-        if not has_peers or phase == "head":
+        if not has_peers or phase in ("head", "many"):
             return ()
         return (*PEERS, *dict.fromkeys(peer.counterpart for peer in PEERS.values()))
     chosen = config.methods or tuple(CONTENDERS)
-    return tuple(name for name in chosen if phase != "head" or name in HEADS)
+    return tuple(name for name in chosen if name in {"head": HEADS, "many": MANY}.get(phase, CONTENDERS))
 
 
 def run_bench(

@@ -18,6 +18,8 @@ PHASES = {
     "there are draws",
     "head": "only the last layer is Bayesian: prediction with 100 draws (samples × components), against one "
     "deterministic pass of the same examples",
+    "many": "prediction with 200 draws in passes of as many rows as there are examples, against 200 deterministic "
+    "passes of the same examples; eager only",
 }
 MODES = {
     "eager": "as written",
@@ -90,6 +92,7 @@ PEERS = {
         ),
     )
 }
+MANY = ("emp", "ecmp")
 HEADS = ("rank1", "rank1-shared", "meanfield-shared", "meanfield-local", "ktied-shared", "ktied-local")
 
 
@@ -156,6 +159,16 @@ NETWORKS = {
             512,
         ),
         Network(
+            "wrn-28-4",
+            "WRN-28-4, 32×32, 512 rows",
+            lambda: models.WideResNet(28, 4, 100),
+            (3, 32, 32),
+            100,
+            512,
+            phases=("many",),
+            devices=("cuda",),
+        ),
+        Network(
             "resnet-18",
             "ResNet-18, 224×224, 16 images",
             models.resnet18,
@@ -212,7 +225,7 @@ NETWORKS = {
             (3, 8, 8),
             3,
             32,
-            phases=("train", "predict", "small", "head"),
+            phases=("train", "predict", "small", "head", "many"),
             devices=(),
             head="output",
         ),
@@ -284,6 +297,8 @@ TARGETS = (
     Target("cuda", ("lenet",), "small", "compiled", ("rank1",), 1.3),
     Target("cuda", ("lenet",), "small", "compiled", ("ktied-local",), 1.5),
     Target("cuda", ("resnet-18",), "head", "eager", HEADS, 1.2),
+    Target("cuda", ("wrn-28-4",), "many", "eager", MANY, 1.05),
+    Target("cuda", ("wrn-28-4",), "many", "eager", MANY, 1.10, "memory"),
 )
 
 

@@ -27,7 +27,7 @@ def bench(
     ] = None,
     phases: Annotated[
         str | None,
-        typer.Option("--phases", metavar="A,B,...", help="train, predict, small, head; default: all."),
+        typer.Option("--phases", metavar="A,B,...", help="train, predict, small, head, many; default: all."),
     ] = None,
     modes: Annotated[
         str, typer.Option("--modes", metavar="A,B,...", help="eager, compiled, graphs (CUDA graphs).")

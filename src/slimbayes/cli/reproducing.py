@@ -90,7 +90,9 @@ def reproduce(
     from slimbayes.experiments.several import Processes, is_first
 
     wanted = o.words(only) or ()
-    names = list(dict.fromkeys(name for word in experiment for name in _matching(word, list(RUNNERS))))
+    known_at = Session(scale, work)
+    here = [n for n, runner in RUNNERS.items() if not runner.jobs or settings_of(n, known_at)]
+    names = list(dict.fromkeys(name for word in experiment for name in _matching(word, here)))
     check_names(names)
     if wanted and len(names) > 1:  # of a pattern, what has such settings
         trial = Session(scale, work, only=wanted)
@@ -144,7 +146,7 @@ def reproduce(
 
 
 def _matching(word: str, names: list[str]) -> list[str]:
-    """Entries of a pattern such as ktied/*; a plain name is itself, known or not."""
+    """Entries of a pattern such as ktied/* that the scale has; a plain name is itself, known or not."""
     if not any(sign in word for sign in "*?["):
         return [word]
     found = fnmatch.filter(names, word)

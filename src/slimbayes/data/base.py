@@ -118,6 +118,7 @@ class Dataset:
     outputs: tuple[str, ...] = ()  # regression: the targets' names
     target_scaling: Scaling | None = None  # regression
     augment: tuple[str, ...] = ()  # what training may do to images: "crop", "flip"
+    pad: int = 2  # of "crop": pixels on each side
     source: str = ""  # one sentence: where the data are from, and what is special about them
     notes: dict[str, Any] = field(default_factory=dict)
 

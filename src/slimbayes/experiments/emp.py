@@ -8,7 +8,6 @@ from slimbayes.experiments import emp_corruptions as corruptions
 from slimbayes.experiments import emp_regressions as regressions
 from slimbayes.experiments.entry import Experiment, Printed, Setting
 
-_NEEDS = "a runner of its own"
 _ADAM = {
     "optimizer": "adam",
     "lr": 1e-3,
@@ -35,6 +34,11 @@ _CIFAR100 = Setting(
     {**_ADAM, "epochs": 400, "augment": True}, 200,
     "Padded by 4 pixels, cropped to 32, flipped; mean (125.3, 123.0, 113.9) / 255, standard deviation "
     f"(63.0, 62.1, 66.7) / 255. {_DROPPED}",
+)  # fmt: skip
+_CIFAR10_C = replace(
+    _CIFAR100, name="cifar10-c", data="cifar10", methods=_IMAGENET.methods, samples=100,
+    inputs="Ours, not the paper's: CIFAR-10 with slimbayes' own corruptions, at five severities. "
+    f"{_CIFAR100.inputs}",
 )  # fmt: skip
 
 _QUALITY = ("top5", "accuracy", "ece_percent", "mce_percent")
@@ -148,7 +152,7 @@ def _by_samples(number: int) -> Experiment:
         f"emp/table{number}", f"Table {number}", f"Samples in evaluation: {method}",
         "More samples help dropout a little on ImageNet and hardly on CIFAR-100." if method == "Dropout" else
         f"Accuracy and calibration of {method} improve with the samples, hardly from 100 to 200.",
-        chosen, _QUALITY, 1, _printed_by_samples(number), _ERRATA, needs=_NEEDS,
+        chosen, _QUALITY, 1, _printed_by_samples(number), _ERRATA,
     )  # fmt: skip
 
 
@@ -162,14 +166,28 @@ def _calibration(number: int, setting: Setting, title: str, needs: str = "") -> 
 
 def _robust(number: int, printed: Printed, metric: str, title: str, shows: str) -> Experiment:
     relative = (_RELATIVE, _AHEAD) if metric == "rmce" else ()
+    settings = tuple(
+        replace(setting, methods={k: v for k, v in setting.methods.items() if k in printed.rows})
+        for setting in (_IMAGENET_C, _CIFAR10_C)
+    )
     return Experiment(
-        f"emp/table{number}", f"Table {number}", title,
-        shows,
-        (replace(_IMAGENET_C, methods={k: v for k, v in _IMAGENET_C.methods.items() if k in printed.rows}),),
-        (metric,), 1, (printed,), (_VANILLA, *relative, *_ERRATA),
+        f"emp/table{number}", f"Table {number}", f"{title} (and CIFAR-10 with corruptions, ours)", shows,
+        settings, (metric,), 1, (printed,), (_VANILLA, *relative, *_ERRATA),
     )  # fmt: skip
 
 
+_NORMS = "EMP(components=5, patch=('norm',))"
+_EXTRAS = replace(
+    _CIFAR100, name="cifar100-extras",
+    methods={
+        "Vanilla": "Deterministic", "EMP": _PATCHED["EMP"],
+        "EMP, learned mixing": "EMP(components=5, patch=('norm', 'output'), learn_mixing=True)",
+        "EMP, own statistics": "EMP(components=5, patch=('norm', 'output'), own_statistics=True)",
+        "EMP on norms": _NORMS, "EMP on norms, Rank1 elsewhere": _NORMS, "EMP on norms, dropout elsewhere": _NORMS,
+    },
+    inputs="Ours, not the paper's. 5,000 training examples are held out for the weights of stacking. Elsewhere: "
+    f"Rank1(components=1), or MCDropout(rate=0.005), on all other layers. {_CIFAR100.inputs}",
+)  # fmt: skip
 _FOUR_MAIN = replace(
     _IMAGENET, methods={k: v for k, v in _IMAGENET.methods.items() if not k.endswith("(BN)")}
 )
@@ -242,9 +260,9 @@ ENTRIES: tuple[Experiment, ...] = (
     Experiment(
         "emp/table6", "Table 6", "CIFAR-100",
         "EMP and ECMP beat dropout and the vanilla network in accuracy; ECMP more than halves their ECE.",
-        (_CIFAR100,), ("overhead_percent", *_QUALITY), printed=(_TABLE6,), errata=_ERRATA, needs=_NEEDS,
+        (_CIFAR100,), ("overhead_percent", *_QUALITY), printed=(_TABLE6,), errata=_ERRATA,
     ),
-    _calibration(5, _CIFAR100, "Calibration curves on CIFAR-100", _NEEDS),
+    _calibration(5, _CIFAR100, "Calibration curves on CIFAR-100"),
     Experiment(
         "emp/figure6", "Figure 6", "Calibration against the number of samples",
         "More samples in evaluation calibrate EMP and ECMP better; dropout gains little.",
@@ -258,8 +276,14 @@ ENTRIES: tuple[Experiment, ...] = (
                 (("imagenet", "ImageNet, ResNet-18"), ("cifar100", "CIFAR-100, PyramidNet"))
             )
         ),
-        errata=("The figure draws what Tables 9 to 11 print; its numbers are theirs.", *_ERRATA), needs=_NEEDS,
+        errata=("The figure draws what Tables 9 to 11 print; its numbers are theirs.", *_ERRATA),
     ),
     *(_by_samples(number) for number in (9, 10, 11)),
     *regressions.ENTRIES,
+    Experiment(
+        "emp/extras", "Beyond: extras", "What the paper leaves to future work",
+        "Ours: learned mixing probabilities, weights of draws fitted on held-out data (sb.stack), BatchNorm statistics "
+        "of every component, and EMP on norms with other methods elsewhere; which of them help.",
+        (_EXTRAS,), ("overhead_percent", *_QUALITY, "nll"), errata=_ERRATA, beyond=True,
+    ),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from slimbayes.data.streaming import StreamBatches
 from slimbayes.draws import draw, evaluating
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.emp_imagenet_data import SIZES, prepare
+from slimbayes.experiments.emp_recipes import INIT_NOISE
 from slimbayes.experiments.networks import MODEL, Recipe, Trained
 from slimbayes.experiments.session import Session
 from slimbayes.files import write_whole
@@ -36,8 +37,6 @@ except ImportError:  # Windows
 SETTING = "imagenet"
 BINS, FEWEST = 20, 5  # of the calibration errors: equal bins, those of at most 5 examples dropped
 PENALTY = 0.001  # λ = PENALTY / batch size
-# Components start at random, as Algorithm 1 has it: with the spread of the output layer's first weights.
-INIT_NOISE = 0.01
 NORMS = r"(^|\.)(bn\d|norm\d?|downsample\.1)$"  # before which dropout stands, by their names
 KEPT, VERSION = "imagenet.json", 1  # raise it when what is measured changes
 _RAW = Scaling((0.0,) * 3, (1.0,) * 3)
@@ -61,7 +60,7 @@ def methods() -> dict[str, str]:
     """Rows to methods, with the spread of the components at the start.
 
     >>> methods()["EMP (BN)"]
-    "EMP(components=5, init_noise=0.01, patch=('norm',))"
+    "EMP(components=5, init_noise=0.1, patch=('norm',))"
     """
     setting = find("emp/table4").settings[0]
     start = f"components=5, init_noise={INIT_NOISE},"

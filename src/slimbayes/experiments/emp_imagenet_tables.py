@@ -11,6 +11,7 @@ from slimbayes.experiments import emp_imagenet as imagenet
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.emp_corruptions import TYPES
 from slimbayes.experiments.emp_imagenet_data import CLASSES, SIZES, TEST, TRAIN, TREE
+from slimbayes.experiments.emp_recipes import INIT_NOISE
 from slimbayes.experiments.outcome import Outcome, Table, check, curve
 from slimbayes.experiments.runner import Paper, Runner
 from slimbayes.experiments.session import Session
@@ -53,7 +54,7 @@ def deviations(session: Session, setting: str) -> list[str]:
             f"{setting}: {session.processes.number} processes share a batch; each norm sees its own process's part."
         )
     said.append(
-        f"{setting}: components start with a spread of {imagenet.INIT_NOISE:g}; the paper does not say how they start."
+        f"{setting}: components start with a spread of {INIT_NOISE:g}; the paper does not say how they start."
     )
     if session.device.type == "cuda":
         said.append(
@@ -234,14 +235,14 @@ def _order(job: imagenet.Job) -> int:
     return -1  # before everything else
 
 
-PAPER = Paper(imagenet.measure, facts, deviations, _order)
+PAPER = Paper(imagenet.measure, facts, deviations, _order, (imagenet.SETTING,))
 
 
 def _runner(
     report: Callable[[Session, str], Outcome], labels: Sequence[str], corrupted: bool = False
 ) -> Runner:
     plan = functools.partial(imagenet.jobs, labels=labels, corrupted=corrupted)
-    return Runner(PAPER, report, (plan,), several=True)
+    return Runner(PAPER, report, (plan,), several=(imagenet.SETTING,))
 
 
 RUNNERS: dict[str, Runner] = {
@@ -251,9 +252,7 @@ RUNNERS: dict[str, Runner] = {
     "emp/table5": _runner(corruption(5, MAIN), MAIN, corrupted=True),
     "emp/table7": _runner(corruption(7, ALL), ALL, corrupted=True),
     "emp/table8": _runner(corruption(8, ALL), ALL, corrupted=True),
-}
-# The ImageNet half of entries that have a setting of CIFAR-100 too.
-HALVES: dict[str, Runner] = {
+    # Entries that have a setting of CIFAR-100 too:
     "emp/figure6": _runner(figure6, MAIN[:3]),
     "emp/table9": _runner(samples_table("EMP (BN+out)"), ("EMP (BN+out)", "Vanilla")),
     "emp/table10": _runner(samples_table("ECMP (BN+out)"), ("ECMP (BN+out)", "Vanilla")),

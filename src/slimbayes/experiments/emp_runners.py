@@ -1,12 +1,19 @@
-"""How the EMP paper's entries run: what each needs, and what is made of it."""
+"""How the EMP paper's entries run, from the modules that know what each needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from slimbayes.experiments import emp_cards, emp_counts, emp_imagenet_tables, emp_priors, emp_uci_tables
-from slimbayes.experiments.runner import Paper, Runner
+from slimbayes.experiments import (
+    emp_cards,
+    emp_counts,
+    emp_imagenet_tables,
+    emp_images,
+    emp_priors,
+    emp_uci_tables,
+)
+from slimbayes.experiments.runner import Paper, Runner, together
 from slimbayes.experiments.session import Session
 
 
@@ -32,6 +39,6 @@ RUNNERS: dict[str, Runner] = {
     "emp/table1": Runner(UNTRAINED, emp_counts.table1),
     "emp/figure3": Runner(UNTRAINED, emp_priors.figure3),
     "emp/table3": Runner(UNTRAINED, emp_counts.table3),
-    **emp_imagenet_tables.RUNNERS,
+    **together(emp_images.RUNNERS, emp_imagenet_tables.RUNNERS),
     **emp_uci_tables.RUNNERS,
 }

@@ -45,8 +45,8 @@ class Recipe:
     data: str
     method: str
     training: Training
-    tied: str | None = None  # layers, by a regular expression, that ``method`` is for; None: all
-    rest: str | None = None  # the method of the other layers
+    tied: str | None = None  # layers, by a regular expression, that ``method`` is for; None: its own default
+    rest: str | None = None  # the method of the other layers; None: they stay as they are
 
     def build(self, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
         """A new converted network; the same for the same seed."""
@@ -54,8 +54,8 @@ class Recipe:
             torch.manual_seed(mixed_seed(seed, 5))
             network = network_builder(self.network)(shape, outputs)
             method = parse_method(self.method)
-            if self.tied is None or self.rest is None:
-                return bayesianize(network, method)
+            if self.rest is None:
+                return bayesianize(network, method, include=self.tied)
             return bayesianize(network, [(self.tied, method), (None, parse_method(self.rest))])
 
     def facts(self, seed: int) -> dict[str, Any]:

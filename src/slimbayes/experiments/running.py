@@ -73,13 +73,11 @@ def reproduce(
     }
     session = Session(**options, progress=progress, say=say, devices=devices, num_nodes=num_nodes)  # type: ignore[arg-type]
     together = session.processes.number > 1
-    if together and not runner.several:
-        raise ValueError(
-            f"{name}: its networks are trained on one device each; use --jobs for several at a time"
-        )
     needed = settings_of(name, session)
     before = _other_settings(result_path(results, name, scale), needed, session)
     settings = session.chosen(*needed) if needed else ()
+    if together and (not settings or not set(settings) <= set(runner.several)):
+        raise ValueError(_one_device(name, runner))
     wanted = _wanted(runner, session)
     number = 1 if together else default_jobs() if jobs is None else jobs
     if number > 1 and not runner.alone and not trained:
@@ -103,6 +101,11 @@ def reproduce(
     if not session.processes.first:
         return result_path(results, name, scale)
     return write_result(document if before is None else join(document, before, needed), results)
+
+
+def _one_device(name: str, runner: Runner) -> str:
+    some = f"only those of --only {','.join(runner.several)} on several; " if runner.several else ""
+    return f"{name}: its networks are trained on one device each, {some}use --jobs for several at a time"
 
 
 def _report(runner: Runner, session: Session, settings: Sequence[str]) -> dict[str, list[Any]]:

@@ -73,6 +73,7 @@ class Session:
         self.runs: list[dict[str, Any]] = []
         self.used: dict[str, dict[str, str]] = {}  # fingerprints and sources of data
         self._data: dict[tuple[Any, ...], Prepared] = {}
+        self._made: dict[tuple[Any, ...], Any] = {}
         self.processes = Processes(devices, num_nodes)
 
     def chosen(self, *settings: str) -> tuple[str, ...]:
@@ -83,14 +84,19 @@ class Session:
         return found
 
     def prepared(
-        self, name: str, scaling: Scaling | None = None, held_out: int = 0, pixel_mean: bool = False
-    ) -> Prepared:
-        """A data set whose last ``held_out`` training examples are for validation, in the units of ``scaling``."""
-        key = (name, scaling, held_out, pixel_mean)
+        self, name: str, scaling: Scaling | None = None, held_out: int = 0, pixel_mean: bool = False,
+        pad: int | None = None,
+    ) -> Prepared:  # fmt: skip
+        """A data set whose last ``held_out`` training examples are for validation, in the units of ``scaling``.
+
+        With a ``pad`` its images are cropped, after so many pixels on each side, and flipped where it allows that.
+        """
+        key: tuple[Any, ...] = (name, scaling, held_out, pixel_mean, *([] if pad is None else [pad]))
         if key not in self._data:
             data = load_data(name, root=self.data_root)
             self.used[name] = {"fingerprint": data.fingerprint(), "source": data.source}
-            data = replace(data, scaling=scaling or data.scaling, augment=())
+            data = replace(data, scaling=scaling or data.scaling)
+            data = replace(data, augment=()) if pad is None else replace(data, pad=pad)
             if pixel_mean:
                 data = without_mean(data)
             kept = len(data.train) - held_out
@@ -194,7 +200,15 @@ class Session:
 
         What was measured of other weights, or by other code than that of version ``MEASURE``, is measured again.
         """
-        key = f"{variant}, {samples} samples, {split}"
+        figures, errors = self.kept(
+            trained,
+            f"{variant}, {samples} samples, {split}",
+            lambda: self.measure(trained.model if make is None else make(), prepared, samples, split),
+        )
+        return figures, errors
+
+    def kept(self, trained: Trained, key: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` finds of a trained network, as plain values, kept beside it under a name."""
         path = trained.folder / MEASURED
         state = {"version": MEASURE, "weights": _digest(trained.folder / MODEL)}
         known: dict[str, Any] = _read(path) or {}
@@ -202,10 +216,15 @@ class Session:
             known = {"state": state}
         if key not in known:
             self.check_time()
-            known[key] = self.measure(trained.model if make is None else make(), prepared, samples, split)
+            known[key] = make()
             write_whole(path, json.dumps(known))
-        figures, errors = known[key]
-        return figures, errors
+        return known[key]
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What is made once in a call and not kept: corrupted images."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def measure(
         self, model: nn.Module, prepared: Prepared, samples: int, split: str = "test", seed: int = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slimbayes.apply.base import Inputs, Slot
+from slimbayes.apply.indexed import Normalizing
 from slimbayes.layers.base import Converted, affine_per_group
 
 
@@ -43,8 +45,11 @@ class _ChannelNorm(_Norm):
         return affine_per_group(y, weight, bias, (weight.shape[-1], *[1] * (y.dim() - 2)))
 
 
-class _BatchNorm(_ChannelNorm):
-    """BatchNorm: batch and running statistics are over all rows, as in the rank-1 reference."""
+class _BatchNorm(_ChannelNorm, Normalizing):
+    """BatchNorm: batch and running statistics are over all rows, as in the rank-1 reference.
+
+    Or, with buffers [K, channels], over the rows of each component: ``by_component``.
+    """
 
     momentum: float | None
     eps: float
@@ -73,6 +78,88 @@ class _BatchNorm(_ChannelNorm):
         mean = self.running_mean if keep else None
         variance = self.running_var if keep else None
         return F.batch_norm(x, mean, variance, weight, bias, use_batch, factor, self.eps)
+
+    def by_component(self, inputs: Inputs, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
+        """In training the statistics of all rows of a component, which its running ones follow; else those.
+
+        One draw is torch's own kernel.
+        """
+        x = inputs[0]
+        self._check_input_dim(x)  # type: ignore[operator]
+        assert self.running_mean is not None and self.running_var is not None
+        if self.training:
+            self._count(index)
+        if index.shape[0] == 1:
+            return self._one_draw(x, weight.squeeze(0), None if bias is None else bias.squeeze(0), index)
+        rows = x.unflatten(0, (index.shape[0], -1))  # [D, b, C, ...]
+        if self.training:
+            mean, variance = self._statistics(rows, index)
+        else:
+            mean, variance = (b.index_select(0, index) for b in (self.running_mean, self.running_var))
+        shape = (index.shape[0], 1, -1, *[1] * (x.dim() - 2))
+        scale = weight * (variance + self.eps).rsqrt()  # [D, C]
+        shift = -mean * scale if bias is None else bias - mean * scale
+        # Rows of 16 bits are added in the statistics' type: the difference of large numbers would have no digits left.
+        y = torch.addcmul(shift.reshape(shape), rows, scale.reshape(shape))
+        return y.to(x.dtype).flatten(0, 1)
+
+    def averaged(self, inputs: Inputs, weight: Tensor, bias: Tensor | None, probs: Tensor) -> Tensor:
+        """In training by the batch's statistics, which then are no component's: the running ones stay."""
+        x = inputs[0]
+        self._check_input_dim(x)  # type: ignore[operator]
+        assert self.running_mean is not None and self.running_var is not None
+        if self.training:
+            return F.batch_norm(x, None, None, weight, bias, True, 0.0, self.eps)
+        mean, variance = ((probs[:, None] * b).sum(0) for b in (self.running_mean, self.running_var))
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
+
+    def _count(self, index: Tensor) -> None:
+        """A batch more for every component that is drawn, once however many draws it has."""
+        if self.num_batches_tracked is not None:
+            drawn = torch.zeros_like(self.num_batches_tracked).index_fill_(0, index, 1)
+            self.num_batches_tracked.add_(drawn)
+
+    def _factors(self, index: Tensor) -> Tensor:
+        """How far the running statistics [K] follow this batch: not at all where a component is not drawn."""
+        assert self.running_mean is not None and self.num_batches_tracked is not None
+        drawn = self.running_mean.new_zeros(len(self.running_mean)).index_fill_(0, index, 1.0)
+        if self.momentum is None:  # cumulative average
+            return drawn / self.num_batches_tracked.clamp_min(1)
+        return drawn * self.momentum
+
+    def _one_draw(self, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
+        assert self.running_mean is not None and self.running_var is not None
+        mean, variance = (b.index_select(0, index).squeeze(0) for b in (self.running_mean, self.running_var))
+        if not self.training:
+            return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
+        momentum = self.momentum
+        if momentum is None:
+            assert self.num_batches_tracked is not None
+            momentum = 1.0 / float(self.num_batches_tracked.index_select(0, index))
+        y = F.batch_norm(x, mean, variance, weight, bias, True, momentum, self.eps)  # moves mean and variance
+        with torch.no_grad():
+            self.running_mean.index_copy_(0, index, mean.unsqueeze(0))
+            self.running_var.index_copy_(0, index, variance.unsqueeze(0))
+        return y
+
+    def _statistics(self, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of every draw's component [D, C], over the rows [D, b, C, ...] of all its draws."""
+        assert self.running_mean is not None and self.running_var is not None
+        axes = (1, *range(3, rows.dim()))
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        zeros = wide.new_zeros(len(self.running_mean), rows.shape[2])  # [K, C]
+        draws = zeros[:, :1].index_add(0, index, wide.new_ones(len(index), 1)).clamp_min(1)  # [K, 1]
+        mean = zeros.index_add(0, index, wide.mean(axes)) / draws  # [K, C]
+        shape = (len(index), 1, -1, *[1] * (rows.dim() - 3))
+        centred = wide - mean.index_select(0, index).reshape(shape)
+        variance = zeros.index_add(0, index, centred.square().mean(axes)) / draws
+        with torch.no_grad():
+            number = draws * (rows[0].numel() / rows.shape[2])  # of rows and positions
+            unbiased = variance * number / (number - 1).clamp_min(1)
+            factor = self._factors(index)[:, None]
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        return mean.index_select(0, index), variance.index_select(0, index)
 
 
 class BayesBatchNorm1d(_BatchNorm, nn.BatchNorm1d):

@@ -12,7 +12,7 @@ from torch import nn
 
 from slimbayes import priors
 from slimbayes.apply.base import Rule
-from slimbayes.apply.indexed import IndexedRule, Mixing
+from slimbayes.apply.indexed import IndexedRule, Mixing, Normalizing
 from slimbayes.layers import EMBEDDINGS, NORMS, is_weighted
 from slimbayes.layers.base import Converted, constant_row
 from slimbayes.methods.base import (
@@ -73,7 +73,9 @@ class _Patching(Method, ABC):
             return None
         return priors.Normal(0.0, self.prior_precision**-0.5)
 
-    def _attach(self, layer: Converted, name: str, shared: Shared, per_element: bool) -> Rule:
+    def _attach(
+        self, layer: Converted, name: str, shared: Shared, per_element: bool, own_statistics: bool = False
+    ) -> Rule:
         mixing = shared.get(layer.weight, "mixing")
         if mixing is None:
             mixing = Mixing(name, self.components, self.learn_mixing, layer.weight)
@@ -94,7 +96,18 @@ class _Patching(Method, ABC):
                     noise[:, row] = 0.0
                 with torch.no_grad():
                     value.add_(noise)
-        return IndexedRule(name, mixing, bias_source, per_element, self._prior())
+        own = own_statistics and isinstance(layer, Normalizing) and layer.running_mean is not None
+        if own:
+            _copy_statistics(layer, self.components)
+        return IndexedRule(name, mixing, bias_source, per_element, self._prior(), own)
+
+
+def _copy_statistics(layer: Converted, components: int) -> None:
+    """Running statistics of every component, from those of the layer."""
+    for buffer in ("running_mean", "running_var", "num_batches_tracked"):
+        old = getattr(layer, buffer)
+        setattr(layer, buffer, old.expand(components, *old.shape).clone())
+        layer.component_tensors = (*layer.component_tensors, buffer)
 
 
 def _matches(item: Patch, name: str, module: nn.Module, outline: Outline) -> bool:
@@ -119,21 +132,25 @@ class EMP(_Patching):
     (name, module). ``learn_mixing`` learns p by a score-function estimator that ``sb.elbo`` adds.
     With ``prior_precision`` τ the KL is Equation 6 of the paper; without, it is 0 and the penalty is weight
     decay. ``init_noise`` sets the components apart at the start by that standard deviation.
+    ``own_statistics`` gives every component of a patched BatchNorm running statistics of its own: in training a
+    component is normalised by the rows that drew it, in prediction by its own averages.
 
     >>> EMP(components=3, patch=("norm",)).components
     3
     """
 
+    own_statistics: bool = False
+
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """Give the layer K versions of its tensors and one index."""
-        return self._attach(layer, name, shared, per_element=False)
+        return self._attach(layer, name, shared, per_element=False, own_statistics=self.own_statistics)
 
 
 @dataclass(frozen=True)
 class ECMP(_Patching):
     """Ensemble cross model patching: an independent index for every scalar of a patched layer.
 
-    Options as in :class:`EMP`.
+    Options as in :class:`EMP`, but for ``own_statistics``: a channel has no single component.
 
     >>> ECMP().components
     5

@@ -25,6 +25,7 @@ from slimbayes.metrics.corruption import (
     ALEXNET,
     corruption_errors,
     mean_corruption_error,
+    relative_corruption_errors,
     relative_mean_corruption_error,
 )
 from slimbayes.metrics.diversity import disagreement, pairwise_cosine, pairwise_kl
@@ -72,6 +73,7 @@ __all__ = [
     "ood_scores",
     "pairwise_cosine",
     "pairwise_kl",
+    "relative_corruption_errors",
     "relative_mean_corruption_error",
     "reliability",
     "rmse",

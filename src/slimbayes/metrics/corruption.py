@@ -66,23 +66,35 @@ def relative_mean_corruption_error(
     baseline_errors: str | Errors,
     baseline_clean_error: float,
 ) -> float:
-    """100 · mean_c (mean_s E_cs − E_clean) / (mean_s B_cs − B_clean): how much corruption adds to the error.
+    """rmCE = mean_c RCE_c, with RCE_c of ``relative_corruption_errors``.
+
+    >>> round(relative_mean_corruption_error({"fog": [0.2, 0.4]}, 0.1, {"fog": [0.3, 0.7]}, 0.1), 4)
+    50.0
+    """
+    return _mean(relative_corruption_errors(errors, clean_error, baseline_errors, baseline_clean_error))
+
+
+def relative_corruption_errors(
+    errors: Errors,
+    clean_error: float,
+    baseline_errors: str | Errors,
+    baseline_clean_error: float,
+) -> dict[str, float]:
+    """RCE_c = 100 · (mean_s E_cs − E_clean) / (mean_s B_cs − B_clean): what corruption adds to the error.
 
     With S severities this is (Σ_s E_cs − S · E_clean) / (Σ_s B_cs − S · B_clean).
 
-    >>> round(relative_mean_corruption_error({"fog": [0.2, 0.4]}, 0.1, {"fog": [0.3, 0.7]}, 0.1), 4)
+    >>> round(relative_corruption_errors({"fog": [0.2, 0.5]}, 0.1, {"fog": [0.3, 0.9]}, 0.1)["fog"], 4)
     50.0
     """
     ours = _rates(errors, "errors")
     theirs = _baseline(baseline_errors, ours)
     clean = float(_rates({"clean": clean_error}, "clean_error")["clean"])
     reference = float(_rates({"clean": baseline_clean_error}, "baseline_clean_error")["clean"])
-    return _mean(
-        {
-            name: _percent(rates.mean() - clean, theirs[name].mean() - reference, name)
-            for name, rates in ours.items()
-        }
-    )
+    return {
+        name: _percent(rates.mean() - clean, theirs[name].mean() - reference, name)
+        for name, rates in ours.items()
+    }
 
 
 def _mean(values: dict[str, float]) -> float:

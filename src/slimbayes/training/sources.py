@@ -100,8 +100,9 @@ def make_source(
     scaling: Scaling | None = None
     target_scaling: Scaling | None = None
     augment: tuple[str, ...] = ()
+    pad = 2
     if isinstance(data, Dataset):
-        augment = data.augment if train and settings.augment else ()
+        augment, pad = data.augment if train and settings.augment else (), data.pad
         scaling, target_scaling = data.scaling, data.target_scaling
         data = data.train if train else data.test
     split = as_split(data)
@@ -117,8 +118,7 @@ def make_source(
         return Batches(
             split, min(settings.batch_size, len(split) // world * world), scaling=scaling,
             target_scaling=target_scaling, seed=settings.seed, shuffle=train, augment=augment, rank=rank, world=world,
-            drop_last=train, device=device,
-            channels_last=settings.channels_last,
+            drop_last=train, device=device, channels_last=settings.channels_last, pad=pad,
         )  # fmt: skip
     if isinstance(data, StreamedDataset):
         return data.batches(

@@ -1,0 +1,262 @@
+"""What is measured of the EMP paper's image networks: averages over ever more draws, corruption errors, costs."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.data import Split
+from slimbayes.data.shifts import Shift, shifts_for
+from slimbayes.draws import draw, evaluating
+from slimbayes.experiments.emp_recipes import WAYS, Job, prepare, size_of, train
+from slimbayes.experiments.networks import Trained
+from slimbayes.experiments.session import Session
+from slimbayes.metrics import Reliability
+from slimbayes.predict import predict
+from slimbayes.record import find_record
+from slimbayes.training.step import channels_last
+
+BINS, FEWEST = 20, 5  # of the calibration errors: equal bins, those of at most 5 examples dropped
+VERSION = 1  # raise it when a function here changes what it gives
+_ROUNDS = {"smoke": 1, "desk": 3, "gpu": 5, "paper": 5}
+
+
+def passes(
+    model: nn.Module,
+    inputs: Tensor,
+    stops: Sequence[int],
+    chunk: int,
+    seed: int | None = 0,
+    prepare: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Iterator[tuple[slice, int, Tensor]]:
+    """Probabilities of draws, block by block of the examples: (examples, draws done, [components · draws, block, C]).
+
+    No pass has more than ``chunk`` rows, and one ends at each of the ``stops``, the last of which is the number of
+    draws. With a ``seed`` draw s is the same function for all blocks, whatever their size; None takes torch's
+    generator.
+    """
+    components = find_record(model).components
+    size = max(1, min(len(inputs), chunk // components))
+    for start in range(0, len(inputs), size):
+        x = prepare(inputs[start : start + size])
+        most, done = max(1, chunk // (components * len(x))), 0
+        for stop in stops:
+            while done < stop:
+                step = min(most, stop - done)
+                with torch.no_grad(), evaluating(model):
+                    logits = draw(model, x, samples=step, seed=seed, first_example=start, first_sample=done)
+                done += step
+                yield slice(start, start + len(x)), done, logits.float().softmax(-1)
+
+
+def running_means(
+    model: nn.Module,
+    inputs: Tensor,
+    counts: Sequence[int],
+    chunk: int,
+    seed: int | None = 0,
+    prepare: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Iterator[tuple[slice, Tensor]]:
+    """Probabilities averaged over the first S draws, for every S of ``counts``, from one run of the longest.
+
+    p_S(y|x) = (1/S) Σ_{s ≤ S} p(y | f_s(x)), block by block: (examples, [counts, block, classes]). Nothing but the
+    running sum stays from one of the ``passes`` to the next.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.EMP(patch="output"))
+    >>> [(block.stop, means.shape) for block, means in running_means(net, torch.zeros(5, 3), (1, 4), chunk=4)]
+    [(4, torch.Size([2, 4, 2])), (5, torch.Size([2, 1, 2]))]
+    """
+    components = find_record(model).components
+    total: Tensor | None = None
+    found: list[Tensor] = []
+    for block, done, p in passes(model, inputs, counts, chunk, seed, prepare):
+        total = p.sum(0) if total is None else total + p.sum(0)
+        if done in counts:
+            found.append(total / (components * done))
+        if done == counts[-1]:
+            yield block, torch.stack(found)
+            total, found = None, []
+
+
+@contextlib.contextmanager
+def evaluation(session: Session, seed: int) -> Iterator[None]:
+    """bfloat16 on a GPU, and a generator of its own for noise that is not keyed."""
+    devices = [session.device] if session.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        with torch.autocast(session.device.type, torch.bfloat16, enabled=session.device.type == "cuda"):
+            yield
+
+
+def ready(session: Session, trained: Trained) -> nn.Module:
+    """The network in the memory layout that a GPU's convolutions want."""
+    if session.device.type == "cuda":
+        channels_last(trained.model)
+    return trained.model
+
+
+def inputs_of(session: Session, setting: str) -> Callable[[Tensor], Tensor]:
+    """From raw images to the network's inputs, in the same layout."""
+    scaling = prepare(session, setting).data.scaling
+    layout = torch.channels_last if session.device.type == "cuda" else torch.contiguous_format
+    return lambda raw: scaling(raw).contiguous(memory_format=layout)
+
+
+def by_samples(session: Session, trained: Trained, job: Job, split: str = "test") -> dict[str, Any]:
+    """Figures and reliability bins for every number of draws, by the number as text; kept beside the network."""
+    size = size_of(job.setting, session.scale)
+    counts = (1,) if job.label == "Vanilla" else size.samples
+    key = f"by samples {list(counts)}, {split}, version {VERSION}"
+    return dict(
+        session.kept(trained, key, lambda: _by_samples(session, trained, job, counts, size.chunk, split))
+    )
+
+
+def _by_samples(
+    session: Session, trained: Trained, job: Job, counts: Sequence[int], chunk: int, split: str
+) -> dict[str, Any]:
+    prepared = prepare(session, job.setting)
+    rows = (prepared.data.test if split == "test" else prepared.validation).to(session.device)
+    seed = 0 if WAYS[job.setting][job.label].keyed else None
+    columns: dict[int, list[Tensor]] = {count: [] for count in counts}
+    with evaluation(session, job.seed):
+        model = ready(session, trained)
+        change = inputs_of(session, job.setting)
+        for block, means in running_means(model, rows.inputs, counts, chunk, seed, change):
+            targets = rows.targets[block]
+            for count, p in zip(counts, means, strict=True):
+                columns[count].append(columns_of(p, targets).cpu())
+            session.check_time()
+    return {str(count): figures_of(torch.cat(parts)) for count, parts in columns.items()}
+
+
+def columns_of(p: Tensor, targets: Tensor) -> Tensor:
+    """Per example [b, 4]: the largest probability, whether it and whether one of the five largest is right, the NLL."""
+    top = p.topk(min(5, p.shape[-1]))
+    right = top.indices == targets[:, None]  # [b, 5]
+    nll = -p.gather(1, targets[:, None]).squeeze(1).clamp_min(torch.finfo(p.dtype).tiny).log()
+    return torch.stack([top.values[:, 0], right[:, 0].float(), right.any(1).float(), nll], 1)
+
+
+def figures_of(columns: Tensor) -> dict[str, Any]:
+    """Figures in the paper's units, and the bins of the reliability curve."""
+    confidence, correct, top5, nll = columns.unbind(1)
+    bins = Reliability.of(confidence.clamp_max(1.0), correct.bool(), BINS)
+    n = len(columns)
+    return {
+        "accuracy": 100 * float(correct.double().mean()), "top5": 100 * float(top5.double().mean()),
+        "nll": float(nll.double().mean()), "ece_percent": 100 * bins.ece(FEWEST), "mce_percent": 100 * bins.mce(FEWEST),
+        "accuracy_error": 100 * float(correct.double().std()) / n**0.5,
+        "top5_error": 100 * float(top5.double().std()) / n**0.5, "nll_error": float(nll.double().std()) / n**0.5,
+        "bins": bins.to_dict(),
+    }  # fmt: skip
+
+
+def corruption_rates(session: Session, trained: Trained, job: Job) -> dict[str, Any]:
+    """Error rates: "clean", and by type of corruption a list over severities; kept beside the network."""
+    size = size_of(job.setting, session.scale)
+    samples = 1 if job.label == "Vanilla" else size.samples[-1]
+    key = f"corruptions, {size.corrupted} images, {samples} samples, version {VERSION}"
+    return dict(session.kept(trained, key, lambda: _corruption_rates(session, trained, job, samples)))
+
+
+def _corruption_rates(session: Session, trained: Trained, job: Job, samples: int) -> dict[str, Any]:
+    """The clean error is that of the same images."""
+    size, change = size_of(job.setting, session.scale), inputs_of(session, job.setting)
+    clean = prepare(session, job.setting).data.test[: size.corrupted].to(session.device)
+    seed = 0 if WAYS[job.setting][job.label].keyed else None
+    model = ready(session, trained)
+
+    def error(rows: Split) -> float:
+        wrong = 0
+        for block, means in running_means(model, rows.inputs, (samples,), size.chunk, seed, change):
+            wrong += int((means[0].argmax(-1) != rows.targets[block]).sum())
+        session.check_time()
+        return wrong / len(rows)
+
+    with evaluation(session, job.seed):
+        rates: dict[str, Any] = {"clean": error(clean)}
+        for shift in _shifts(session, job.setting):
+            rates[shift.name] = [
+                error(_corrupted(session, clean, shift, severity)) for severity in shift.severities
+            ]
+    return rates
+
+
+def _shifts(session: Session, setting: str) -> tuple[Shift, ...]:
+    """The 15 corruptions of images from 32 pixels on; the shifts of tiny ones in smoke tests."""
+    return shifts_for(prepare(session, setting).data, root=session.data_root)
+
+
+def _corrupted(session: Session, clean: Split, shift: Shift, severity: int) -> Split:
+    """The corrupted images, the same for every network: made once a call, and held as bytes."""
+    key = ("corrupted", shift.name, severity, len(clean))
+    made: Split = session.once(key, lambda: shift.apply(clean, severity, seed=0))
+    return made
+
+
+def cost(session: Session, job: Job, plain: Job) -> dict[str, float]:
+    """S draws of some rows against S deterministic passes of the same rows, in turn; kept beside the network.
+
+    "ratio" is the median over rounds; "memory" the peak of S draws over that of one, in chunks of the same rows,
+    where the device counts its memory.
+    """
+    size, trained = size_of(job.setting, session.scale), train(session, job)
+    samples = size.samples[-1]
+    rows = min(512, size.chunk, len(prepare(session, job.setting).data.test))
+    key = f"cost of {samples} draws of {rows} rows, version {VERSION}"
+    return dict(session.kept(trained, key, lambda: _cost(session, job, plain, samples, rows)))
+
+
+def _cost(session: Session, job: Job, plain: Job, samples: int, rows: int) -> dict[str, float]:
+    model, vanilla = (ready(session, train(session, each)) for each in (job, plain))
+    raw = prepare(session, job.setting).data.test.inputs[:rows]
+    x = inputs_of(session, job.setting)(raw.to(session.device))
+
+    def draws(count: int) -> Tensor:
+        return predict(model, x, samples=count, seed=0, chunk=rows, keep_draws=False).mean
+
+    def passes() -> Tensor:
+        total = torch.zeros((), device=x.device)
+        with torch.no_grad():
+            for _ in range(samples):
+                total = total + vanilla(x).float().softmax(-1)
+        return total / samples
+
+    with evaluation(session, 0):
+        ratios = []
+        for turn in range(1 + _ROUNDS[session.scale]):
+            ours, theirs = (_seconds(session, run) for run in (lambda: draws(samples), passes))
+            if turn:  # the first has the libraries' choices in it
+                ratios.append(ours / theirs)
+        found = {"ratio": statistics.median(ratios)}
+        if session.device.type == "cuda":
+            peaks = [_peak(session, lambda count=count: draws(count)) for count in (1, samples)]  # type: ignore[misc]
+            found |= {"memory": peaks[1] / peaks[0], "peak_mib": peaks[1] / 2**20}
+    return found
+
+
+def _seconds(session: Session, run: Callable[[], Tensor]) -> float:
+    _wait(session)
+    begun = time.perf_counter()
+    run()
+    _wait(session)
+    return time.perf_counter() - begun
+
+
+def _wait(session: Session) -> None:
+    if session.device.type == "cuda":
+        torch.cuda.synchronize(session.device)
+
+
+def _peak(session: Session, run: Callable[[], Tensor]) -> int:
+    torch.cuda.reset_peak_memory_stats(session.device)
+    run()
+    return int(torch.cuda.max_memory_allocated(session.device))

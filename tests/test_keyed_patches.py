@@ -1,0 +1,108 @@
+"""Seeded draws of EMP and ECMP: the noise of all layers by one evaluation is that which each would have made."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import slimbayes as sb
+from slimbayes import keyed
+from slimbayes.apply import patched
+from slimbayes.keyed import keyed_noise, keyed_uniforms, layer_key
+from slimbayes.models import WideResNet
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("components", [1, 3])
+def test_joint_noise_is_every_layers_own_bit_for_bit(components, dtype):
+    sources, samples = (("a", 1), ("b", 7), ("a b", 4), ("c", 130)), torch.arange(5) + 11
+    joint = keyed_uniforms(-3, sources, components, samples, dtype)
+    assert joint.shape == (components * 5, 142) and joint.dtype == dtype
+    start = 0
+    for name, count in sources:
+        key = layer_key(-3, name)
+        alone = keyed_noise("uniform", key, 0, torch.arange(components), samples, None, (count,), dtype, CPU)
+        assert torch.equal(joint[:, start : start + count], alone.reshape(components * 5, count))
+        start += count
+
+
+def test_more_than_should_be_held_is_left_to_the_layers(monkeypatch):
+    monkeypatch.setattr(keyed, "_DEVICE_PIECE", 9)
+    assert keyed_uniforms(0, (("a", 8),), 1, torch.arange(5), torch.float32) is None
+    assert keyed_uniforms(0, (("a", 8),), 1, torch.arange(4), torch.float32) is not None
+
+
+class Tied(nn.Module):
+    """A norm that is used twice, a weight with two owners, and a layer too large to be chosen beforehand."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.norm, self.output = nn.LayerNorm(6), nn.Linear(6, 3000)
+
+    def forward(self, x):
+        return self.output(self.norm(self.second(self.norm(self.first(x)))))
+
+
+EVERY = ("norm", "output", "first", "second")
+METHODS = {
+    "EMP": sb.EMP(3, EVERY, init_noise=0.5),
+    "ECMP": sb.ECMP(3, EVERY, init_noise=0.5),
+    "learned": sb.EMP(3, EVERY, learn_mixing=True, init_noise=0.5),
+    "norms, Rank1 elsewhere": [("norm", sb.ECMP(3, "norm", init_noise=0.5)), (None, sb.Rank1(components=2))],
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_seeded_draw_is_the_same_without_the_fast_path(name):
+    torch.manual_seed(0)
+    model, x = sb.bayesianize(Tied(), METHODS[name]), torch.randn(4, 6)
+    other = copy.deepcopy(model)
+    for samples, first in ((1, 0), (3, 0), (2, 5)):
+        results = []
+        for net, fast in ((model, True), (other, False)):
+            net.zero_grad()
+            with sb.fast_paths(factors=fast):
+                y = sb.draw(net, x, samples=samples, seed=9, first_sample=first)
+                y.square().mean().backward()
+            results.append((y, [p.grad for p in net.parameters()]))
+        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_network_with_norms(own):
+    torch.manual_seed(0)
+    model = sb.bayesianize(WideResNet(10, 1, 4, channels=1), sb.EMP(3, init_noise=0.5, own_statistics=own))
+    x = torch.randn(5, 1, 8, 8)
+    for samples in (1, 4):
+        ours = sb.predict(model, x, samples=samples, seed=1).mean
+        with sb.fast_paths(factors=False):
+            torch.testing.assert_close(ours, sb.predict(model, x, samples=samples, seed=1).mean)
+        torch.testing.assert_close(ours, sb.predict(model, x, samples=samples, seed=1, chunk=5).mean)
+
+
+def test_the_generator_runs_once_for_all_layers(monkeypatch):
+    model = sb.bayesianize(WideResNet(10, 1, 4, channels=1), sb.ECMP(3))
+    calls = []
+    philox = keyed.philox
+    monkeypatch.setattr(keyed, "philox", lambda counter, key: calls.append(1) or philox(counter, key))
+    sb.draw(model.eval(), torch.randn(5, 1, 8, 8), seed=0)
+    model.train()
+    calls.clear()
+    sb.draw(model, torch.randn(5, 1, 8, 8), seed=0)
+    assert len(calls) == 1
+    calls.clear()
+    with sb.fast_paths(factors=False):
+        sb.draw(model, torch.randn(5, 1, 8, 8), seed=0)
+    assert len(calls) == 16, "a weight and a bias of seven norms and of the output"
+
+
+def test_draws_without_a_seed_are_left_alone(monkeypatch):
+    monkeypatch.setattr(patched, "keyed_uniforms", lambda *rest: pytest.fail("no seed"))
+    model = sb.bayesianize(Tied(), METHODS["ECMP"])
+    for options in ({}, {"noise": "mean", "seed": 1}):
+        sb.draw(model, torch.randn(4, 6), **options)

@@ -23,7 +23,7 @@ from slimbayes.experiments import emp_imagenet as imagenet
 from slimbayes.experiments import emp_imagenet_tables as tables
 from slimbayes.experiments import find, read_result, session
 from slimbayes.experiments.emp_imagenet_data import SIZES, make_tree, prepare
-from slimbayes.experiments.running import RUNNERS, reproduce
+from slimbayes.experiments.running import reproduce
 from slimbayes.experiments.session import OutOfTime, Session
 from slimbayes.experiments.several import Processes
 
@@ -90,7 +90,7 @@ def test_paper_scale_reads_imagenet_from_the_data_root(tree, tmp_path, monkeypat
         "data_root": str(root),
         "progress": False,
     }
-    document = read_result(reproduce("emp/table5", "paper", jobs=1, **options))
+    document = read_result(reproduce("emp/table5", "paper", jobs=1, only=["imagenet"], **options))
     assert list(document["provenance"]["fingerprints"]) == ["imagenet"]
     assert any("72 + 64 images in 8 classes, streamed" in text for text in document["deviations"])
     (table,) = document["tables"]
@@ -102,7 +102,7 @@ def test_paper_scale_reads_imagenet_from_the_data_root(tree, tmp_path, monkeypat
 
 @pytest.mark.parametrize("scale", ["desk", "gpu"])
 def test_scales_without_imagenet_name_the_data(tmp_path, scale):
-    for name in tables.RUNNERS:
+    for name in ("emp/table4", "emp/figure4", "emp/figure7"):  # the others have CIFAR there
         with pytest.raises(
             ValueError, match=f"ImageNet at scale {scale}: .*imagenet/train .* under --data-root"
         ):
@@ -327,6 +327,7 @@ def test_two_processes_train_and_measure_together(tmp_path, monkeypatch):
     """Trained by two processes, then measured by one: the same figures, whoever measures."""
     command = [
         sys.executable, "-m", "slimbayes", "reproduce", "emp/figure4", "emp/table5", "--devices", "2", "--quiet",
+        "--only", "imagenet",
         "--work", str(tmp_path / "work"), "--results", str(tmp_path / "two"),
     ]  # fmt: skip
     done = subprocess.run(
@@ -341,7 +342,9 @@ def test_two_processes_train_and_measure_together(tmp_path, monkeypatch):
     for file in (tmp_path / "work").rglob(imagenet.KEPT):
         file.unlink()
     for name in ("figure4", "table5"):
-        one = reproduce(f"emp/{name}", "smoke", tmp_path / "one", tmp_path / "work", progress=False)
+        one = reproduce(
+            f"emp/{name}", "smoke", tmp_path / "one", tmp_path / "work", progress=False, only=["imagenet"]
+        )
         two = read_result(tmp_path / "two" / "emp" / f"{name}.smoke.json")
         one = read_result(one)
         assert two["settings"]["imagenet"]["processes"] == 2 and one["settings"]["imagenet"]["processes"] == 1
@@ -352,6 +355,6 @@ def test_two_processes_train_and_measure_together(tmp_path, monkeypatch):
         assert json.dumps(two["curves"]) == json.dumps(one["curves"])
 
 
-def test_every_entry_of_imagenet_may_have_several_devices():
-    assert all(RUNNERS[name].several for name in tables.RUNNERS)
-    assert not RUNNERS["emp/table1"].several
+def test_networks_of_cifar_have_one_device_each(tmp_path):
+    with pytest.raises(ValueError, match="one device each; give --only imagenet, or use --jobs"):
+        reproduce("emp/table5", "smoke", tmp_path, tmp_path / "work", devices=2)

@@ -8,12 +8,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slimbayes.checkpoint import CheckpointError
 from slimbayes.data import Scaling
 from slimbayes.data.corruptions import corrupt
 from slimbayes.data.streaming import StreamBatches
@@ -22,7 +22,7 @@ from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.emp_imagenet_data import SIZES, prepare
 from slimbayes.experiments.emp_recipes import INIT_NOISE
 from slimbayes.experiments.networks import MODEL, Recipe, Trained
-from slimbayes.experiments.session import Session
+from slimbayes.experiments.session import Session, read_json
 from slimbayes.files import write_whole
 from slimbayes.metrics import Reliability
 from slimbayes.summary import summary
@@ -245,15 +245,6 @@ def figures(rows: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where it is missing or damaged."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def kept(session: Session, trained: Trained, key: str, make: Callable[[], Any]) -> Any:
     """What ``make`` gives, from beside the network if it was measured of these weights before.
 
@@ -261,9 +252,11 @@ def kept(session: Session, trained: Trained, key: str, make: Callable[[], Any]) 
     """
     path, weights = trained.folder / KEPT, trained.folder / MODEL
     if not weights.is_file():
-        return trained.model  # raises, and says what to do
+        raise CheckpointError(
+            f"the weights in {str(trained.folder)!r} are gone: delete the folder to train again"
+        )
     state = {"version": VERSION, "weights": hashlib.sha256(weights.read_bytes()).hexdigest()[:16]}
-    known = _read(path) if session.processes.first else {}
+    known = (read_json(path) or {}) if session.processes.first else {}
     known = session.processes.agreed(known if known.get("state") == state else {"state": state})
     if key not in known:
         session.processes.by_first(session.check_time)

@@ -86,6 +86,7 @@ def make_tree(folder: Path) -> None:
         return
     image = need("PIL.Image", "writing the images of a smoke test")
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a call that was killed
     for part, count in (("train", TRAIN), ("val", TEST)):
         for label in range(CLASSES):
             place = partial / part / f"class-{label}"
@@ -95,8 +96,10 @@ def make_tree(folder: Path) -> None:
                 image.fromarray(pixels).save(place / f"{number:03}.jpg", quality=90)
     try:
         os.replace(partial, folder)
-    except OSError:  # another process was first
+    except OSError:
         shutil.rmtree(partial)
+        if not folder.is_dir():  # else another process was first
+            raise
 
 
 def _picture(label: int, number: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

@@ -154,11 +154,12 @@ def _corruption(number: int, labels: Sequence[str], session: Session, setting: s
     table = Table(printed.name, printed.title, (mean, *TYPES))
     found = _found(session, labels, imagenet.corruption_rates)
     vanilla = {job.seed: rates for job, rates in found if job.label == "Vanilla"}
-    undefined = set()
+    undefined: set[str] = set()
     for job, rates in found:
         cells = errors_against(rates, vanilla[job.seed], relative)
-        undefined |= set(SIZES[session.scale].types) - set(cells)
-        if cells and not undefined:
+        missing = set(SIZES[session.scale].types) - set(cells)
+        undefined |= missing
+        if cells and not missing:
             cells[mean] = sum(cells.values()) / len(cells)
         if cells:
             table.add(job.label, cells, {})

@@ -17,7 +17,7 @@ from slimbayes.convert import bayesianize
 from slimbayes.data import Dataset, Scaling, Split
 from slimbayes.data import load as load_data
 from slimbayes.experiments.emp_regressions import SETS
-from slimbayes.experiments.session import Session
+from slimbayes.experiments.session import Session, read_json
 from slimbayes.files import write_whole
 from slimbayes.likelihoods import Gaussian
 from slimbayes.predict import predict
@@ -25,15 +25,16 @@ from slimbayes.provenance import commit, hardware, now
 from slimbayes.specs import network_builder, parse_method
 from slimbayes.training import Training, fit_many, mixed_seed
 
+MEMBERS = 5
 METHODS = {
     "ECMP": "ECMP(components=5, patch=('norm',))",
     "EMP": "EMP(components=5, patch=('norm',))",
     "Dropout": "MCDropout(rate=0.005)",
-    "Ensemble": "DeepEnsemble(members=5)",
+    "Ensemble": f"DeepEnsemble(members={MEMBERS})",
 }
 TAU = 0.1  # the precision of the density, in the targets' own units
 MEASURED = "measured.json"
-MEASURE = 1  # raise it when what is measured changes
+MEASURE = 2  # raise it when what is measured changes
 _HELD = 1 << 23  # hidden units of all draws and examples at a time
 
 
@@ -82,14 +83,24 @@ def jobs(session: Session) -> Sequence[Job]:
     return [Job(name) for name in (names[:1] if session.scale == "smoke" else names)]
 
 
-def training(session: Session, size: Size) -> Training:
-    """The paper's values: Adam at 1e-3, never tuned; torch's weight decay 0.01 is l2 = 0.005."""
+def training(session: Session, size: Size, label: str = "EMP") -> Training:
+    """The paper's values: Adam at 1e-3, never tuned; torch's weight decay 0.01 is l2 = 0.005.
+
+    An ensemble's loss is the mean over its members, of which each has a fifth of its own gradient: a fifth of the decay
+    makes each train as if alone.
+    """
     cuda = session.device.type == "cuda"
+    decay = 0.005 / (MEMBERS if label == "Ensemble" else 1)
     return Training(
         accelerator=session.device.type, epochs=size.epochs, batch_size=size.batch_size, optimizer="adam", lr=1e-3,
-        schedule="constant", l2=0.005, kl_annealing=0.0, augment=False, capture=cuda, compile=cuda,
+        schedule="constant", l2=decay, kl_annealing=0.0, augment=False, capture=cuda, compile=cuda,
         checkpoint_every=100_000 if cuda else 5000, log_every=20_000 if cuda else 1000,
     )  # fmt: skip
+
+
+def splits_run(session: Session, size: Size) -> int:
+    """How many splits this call runs: the scale's, or as many as were asked for."""
+    return min(size.splits, session.seeds or size.splits)
 
 
 def splits_of(session: Session, size: Size) -> list[Dataset]:
@@ -103,12 +114,21 @@ def splits_of(session: Session, size: Size) -> list[Dataset]:
     return found
 
 
+def network_of(label: str, size: Size) -> str:
+    """The network of a row, as text: norms where there are patches.
+
+    >>> network_of("Dropout", size_of("uci/boston", "paper"))
+    "regression(hidden=50, normalization='none')"
+    """
+    norms = "" if label in ("EMP", "ECMP") else ", normalization='none'"
+    return f"regression(hidden={size.hidden}{norms})"
+
+
 def build(label: str, size: Size, data: Dataset, split: int) -> nn.Module:
     """The network of a row and split; the same whenever it is made."""
-    norms = "" if label in ("EMP", "ECMP") else ", normalization='none'"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mixed_seed(split, 5))
-        network = network_builder(f"regression(hidden={size.hidden}{norms})")(data.shape, data.num_outputs)
+        network = network_builder(network_of(label, size))(data.shape, data.num_outputs)
         return bayesianize(network, parse_method(METHODS[label]))
 
 
@@ -121,17 +141,17 @@ def figures(session: Session, job: Job) -> dict[str, Any]:
     """RMSE, density and training error of every method, one number per split: known, or measured now."""
     size = size_of(job.setting, session.scale)
     data = splits_of(session, size)
-    values = training(session, size)
+    values = {label: training(session, size, label).to_dict() for label in METHODS}
     facts = json.loads(json.dumps({
         "version": MEASURE, "setting": job.setting, "size": asdict(size), "methods": METHODS,
-        "training": values.to_dict(), "splits": len(data), "data": session.used[size.data]["fingerprint"],
+        "training": values, "splits": len(data), "data": session.used[size.data]["fingerprint"],
     }))  # fmt: skip
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     folder = session.work / "regressions" / f"{job.setting.replace('/', '-')}-{digest}"
-    known = _read(folder / MEASURED)
+    known = read_json(folder / MEASURED)
     if known is None or known.get("facts") != facts:
         session.check_time()
-        known = {"facts": facts, **_trained(session, job, size, data, values, folder)}
+        known = {"facts": facts, **_trained(session, job, size, data, folder)}
         write_whole(folder / MEASURED, json.dumps(known))
     for run in known["runs"]:
         if run not in session.runs:
@@ -139,40 +159,45 @@ def figures(session: Session, job: Job) -> dict[str, Any]:
     return known
 
 
-def _trained(
-    session: Session, job: Job, size: Size, data: list[Dataset], values: Training, folder: Path
-) -> dict[str, Any]:
-    """Every network of a data set trained at once, and what they predict."""
-    rows = [(label, split) for label in METHODS for split in range(len(data))]
-    models = [build(label, size, data[split], split) for label, split in rows]
-    loss = Gaussian(
-        precision=2 / data[0].num_outputs
-    )  # so that its nll is the mean squared error, and a constant
-    result = fit_many(
-        models, [data[split] for _, split in rows], values, likelihood=loss, seeds=[split for _, split in rows],
-        folder=folder, resume=True, callback=lambda step, found: session.check_time(), progress=session.progress,
-        label=job.setting,
-    )  # fmt: skip
-    session.say(f"{job.words()}: {len(models)} networks in {result.seconds:.1f} s")
-    found: dict[str, dict[str, list[float]]] = {label: {} for label in METHODS}
-    for (label, split), model in zip(rows, models, strict=True):
-        size = size if label != "Ensemble" else replace(size, samples=1)  # of each member
-        for name, value in measured(model.to(session.device), data[split], size).items():
-            found[label].setdefault(name, []).append(value)
-    origin = {"created": now(), "commit": commit(), "hardware": hardware(), "torch": torch.__version__}
-    runs = [
-        {
-            "setting": job.setting, "purpose": "regression", "label": label, "seed": 0, "splits": len(data),
-            "method": METHODS[label], "network": f"regression(hidden={size.hidden})", "data": size.data,
-            "training": {"epochs": values.epochs, "batch_size": values.batch_size, "lr": values.lr, "l2": values.l2},
-            "steps": result.steps[rows.index((label, 0))], "seconds": result.seconds / len(METHODS), **origin,
-        }
-        for label in METHODS
-    ]  # fmt: skip
+def _trained(session: Session, job: Job, size: Size, data: list[Dataset], folder: Path) -> dict[str, Any]:
+    """Every network of a data set trained, and what they predict: those at once that share their training's values."""
+    found: dict[str, dict[str, list[float]]] = {}
+    runs: list[dict[str, Any]] = []
+    for labels in (("ECMP", "EMP", "Dropout"), ("Ensemble",)):
+        rows = [(label, split) for label in labels for split in range(len(data))]
+        models = [build(label, size, data[split], split) for label, split in rows]
+        values = training(session, size, labels[0])
+        # A nll that is the mean squared error, and a constant.
+        loss = Gaussian(precision=2 / data[0].num_outputs)
+        result = fit_many(
+            models, [data[split] for _, split in rows], values, likelihood=loss, seeds=[split for _, split in rows],
+            folder=folder / labels[0].lower(), callback=lambda step, found: session.check_time(),
+            progress=session.progress, label=f"{job.setting} {', '.join(labels)}",
+        )  # fmt: skip
+        session.say(f"{job.setting} {', '.join(labels)}: {len(models)} networks in {result.seconds:.1f} s")
+        for (label, split), model in zip(rows, models, strict=True):
+            draws = 1 if label == "Ensemble" else size.samples  # of each member
+            figures = measured(model.to(session.device), data[split], replace(size, samples=draws))
+            for name, value in figures.items():
+                found.setdefault(label, {}).setdefault(name, []).append(value)
+        origin = {"created": now(), "commit": commit(), "hardware": hardware(), "torch": torch.__version__}
+        runs += [
+            {
+                "setting": job.setting, "purpose": "regression", "label": label, "seed": 0, "splits": len(data),
+                "method": METHODS[label], "network": network_of(label, size), "data": size.data,
+                "training": {name: getattr(values, name) for name in ("epochs", "batch_size", "lr", "l2")},
+                "steps": result.steps[rows.index((label, 0))], "seconds": result.seconds / len(labels), **origin,
+            }
+            for label in labels
+        ]  # fmt: skip
     spread = data[0].target_scaling
+    seconds = sum(run["seconds"] for run in runs)
     return {
-        "figures": found, "seconds": result.seconds, "runs": runs, "target_std": list(spread.std) if spread else [],
-    }  # fmt: skip
+        "figures": found,
+        "seconds": seconds,
+        "runs": runs,
+        "target_std": list(spread.std) if spread else [],
+    }
 
 
 def measured(model: nn.Module, data: Dataset, size: Size) -> dict[str, float]:
@@ -209,7 +234,7 @@ def log_density(draws: Tensor, targets: Tensor) -> Tensor:
 def draws_of(
     model: nn.Module, data: Dataset, split: Split, size: Size, samples: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws [S, n, T] and targets [n, T] in the targets' own units, in double precision, some rows at a time.
+    """Draws [S, n, T] and targets [n, T] in the targets' own units, as doubles, some rows at a time.
 
     A draw is one function of all rows: its noise is keyed, and the examples share it.
     """
@@ -228,11 +253,3 @@ def draws_of(
 def _undone(draws: Tensor, scaling: Scaling | None) -> Tensor:
     assert scaling is not None  # a regression has one
     return scaling.undo(draws.flatten(0, 1)).view(draws.shape).double()
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None

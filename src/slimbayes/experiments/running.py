@@ -104,8 +104,8 @@ def reproduce(
 
 
 def _one_device(name: str, runner: Runner) -> str:
-    some = f"only those of --only {','.join(runner.several)} on several; " if runner.several else ""
-    return f"{name}: its networks are trained on one device each, {some}use --jobs for several at a time"
+    some = f"give --only {','.join(runner.several)}, or " if runner.several else ""
+    return f"{name}: its networks are trained on one device each; {some}use --jobs for several at a time"
 
 
 def _report(runner: Runner, session: Session, settings: Sequence[str]) -> dict[str, list[Any]]:

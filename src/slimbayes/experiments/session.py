@@ -143,7 +143,7 @@ class Session:
         }  # fmt: skip
         if run not in self.runs:
             self.runs.append(run)
-        probes = _read(folder / PROBES) or {}
+        probes = read_json(folder / PROBES) or {}
         return Trained(recipe, seed, probes, known["steps"], known["seconds"], folder, read)
 
     def _train(
@@ -152,7 +152,9 @@ class Session:
     ) -> dict[str, Any]:  # fmt: skip
         model = recipe.build(prepared.data.shape, prepared.data.num_outputs, seed)
         state = read_state_step(folder) if resume else 0
-        found = {step: kept for step, kept in (_read(folder / PROBES) or {}).items() if int(step) <= state}
+        found = {
+            step: kept for step, kept in (read_json(folder / PROBES) or {}).items() if int(step) <= state
+        }
         missing = [step for step in range(every, state + 1, every) if str(step) not in found] if every else []
         if missing:  # what was measured is gone: train from the start rather than leave a gap
             resume, found = False, {}
@@ -211,7 +213,7 @@ class Session:
         """What ``make`` finds of a trained network, as plain values, kept beside it under a name."""
         path = trained.folder / MEASURED
         state = {"version": MEASURE, "weights": _digest(trained.folder / MODEL)}
-        known: dict[str, Any] = _read(path) or {}
+        known: dict[str, Any] = read_json(path) or {}
         if known.get("state") != state:
             known = {"state": state}
         if key not in known:
@@ -277,10 +279,10 @@ def _changed(training: Training) -> dict[str, Any]:
 
 def _finished(folder: Path, facts: dict[str, Any], every: int) -> dict[str, Any] | None:
     """What is known of a network that was trained to its end, with all its probes; None if it was not."""
-    known = _read(folder / FACTS)
+    known = read_json(folder / FACTS)
     if known is None or known.get("facts") != facts or not {"steps", "seconds"} <= known.keys():
         return None
-    probes = _read(folder / PROBES) or {}
+    probes = read_json(folder / PROBES) or {}
     if every and any(str(step) not in probes for step in range(every, known["steps"] + 1, every)):
         return None
     return known
@@ -299,7 +301,8 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What a file holds; None where it is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

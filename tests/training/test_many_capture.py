@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from training.helpers_many import METHODS, SETTINGS, distance, network, networks, table
+from training.helpers_many import METHODS, SETTINGS, distance, networks, table
 
 import slimbayes as sb
 from slimbayes.training import StopTraining, Training, many, many_group, many_recording
@@ -250,4 +250,4 @@ def test_on_a_gpu_groups_run_beside_each_other():
     plain, result = trained(models, data, **options)
     captured, again = trained(models, data, capture=True, **options)
     assert distance(captured, plain) < 1e-6 and again.steps == result.steps
-    assert next(captured[0].parameters()).device.type == "cpu" and network()[1].weight.shape == (5, 3)
+    assert next(captured[0].parameters()).device.type == "cpu"

@@ -9,7 +9,7 @@ from torch import nn
 from training.helpers_many import SETTINGS, network, networks, table
 
 import slimbayes as sb
-from slimbayes.training import TrainingError, many_stack
+from slimbayes.training import TrainingError, many_group, many_stack
 
 
 def attempt(models, data, **options):
@@ -148,6 +148,62 @@ class Forgetful(nn.Module):
 def test_noise_that_was_not_asked_for_at_first_is_refused():
     with pytest.raises(Exception, match="did not ask for in the first pass"):
         attempt([nn.Sequential(nn.Linear(3, 1), Forgetful()).double()], table(0))
+
+
+class Growing(nn.Module):
+    """Scales its input by a number that grows from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = [0]
+
+    def forward(self, x):
+        self.calls[0] += 1
+        return x * min(1.0, self.calls[0] / 300)
+
+
+def test_a_schedule_in_the_networks_own_code_is_refused_where_steps_are_traced():
+    make = lambda: [nn.Sequential(nn.Linear(3, 1), Growing()).double() for _ in range(2)]  # noqa: E731
+    attempt(make(), table(0), epochs=1, steps=2)  # plain steps call it every time
+    with pytest.raises(TrainingError, match=r"network 0 computes something else from call to call.*sb.fit"):
+        attempt(make(), table(0), epochs=200, steps=400)
+
+
+class Averaging(nn.Module):
+    """Keeps a running mean of its input, in a new tensor each time or in place."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.in_place:
+            self.mean.copy_(mean)
+        else:
+            self.mean = mean
+        return x - mean
+
+
+def test_a_buffer_that_is_assigned_anew_is_refused():
+    make = lambda kept: [nn.Sequential(nn.Linear(3, 2), Averaging(kept), nn.Linear(2, 1)).double()]  # noqa: E731
+    with pytest.raises(TrainingError, match=r"network 0 assigns its buffer '1.mean' anew.*in place.*sb.fit"):
+        attempt(make(False), table(0))
+    models = make(True)
+    attempt(models, table(0))
+    assert models[0][1].mean.abs().min() > 0
+
+
+def test_too_little_memory_is_no_fault_of_vmap(monkeypatch):
+    def full(*rest):
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(many_group.Group, "_plainly", full)
+    with pytest.raises(
+        TrainingError, match="1 networks at a time are too many for the memory of cpu: give fit_many fewer"
+    ):
+        attempt(networks(sb.Deterministic(), 1), table(0))
 
 
 def test_the_switches_are_put_back_after_an_error():

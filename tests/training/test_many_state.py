@@ -131,8 +131,8 @@ def test_a_damaged_state_is_an_error(tmp_path):
         train(start, data, folder=tmp_path)
 
 
-def test_a_state_from_another_number_of_threads_or_device_is_the_same_state(tmp_path):
-    """What is free to change does: how often rows are written, and whether steps are compiled or recorded."""
+def test_rows_may_be_written_more_or_less_often_after_a_stop(tmp_path):
+    """What is free to change does: how often rows are written, and how the device is named."""
     start, data = mixture()
     whole, second = copy.deepcopy(start), copy.deepcopy(start)
     train(whole, data)

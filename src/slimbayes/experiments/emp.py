@@ -207,7 +207,7 @@ ENTRIES: tuple[Experiment, ...] = (
         "emp/table1", "Table 1", "Parameter overhead of variational methods",
         "Patching costs 17.9 % (ResNet-18) or 1.10 % (PyramidNet) where other variational methods double the network.",
         (_IMAGENET, _CIFAR100), ("parameters_m", "overhead_percent"), printed=(_TABLE1,),
-        errata=("PBP and MNFG are not in slimbayes; their counts are the paper's.",),
+        errata=("PBP and MNFG are not in slimbayes: their numbers per weight, times the weights of the network.",),
     ),
     Experiment(
         "emp/figure3", "Figure 3", "Functions drawn from priors with dropout and with EMP",

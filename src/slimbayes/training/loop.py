@@ -314,15 +314,14 @@ class Run:
         if self.logger is not None:
             named = {f"train/{k}": v for k, v in row.items() if k != "step"}
             self.logger.log_metrics(named, step=self.step)
-        if self.callback is not None:
-            self._call(self.callback, row)
+        self._call(row)
 
-    def _call(self, callback: Callback, row: Row) -> None:
-        """The first process calls; when that stops the run, it stops in all of them."""
+    def _call(self, row: Row) -> None:
+        """The callback, in the first process; when it stops the run, the run stops in all of them."""
         stop: StopTraining | None = None
-        if self.fabric.is_global_zero:
+        if self.callback is not None and self.fabric.is_global_zero:
             try:
-                callback(self.step, row)
+                self.callback(self.step, row)
             except StopTraining as error:
                 stop = error
         if self.fabric.world_size > 1:

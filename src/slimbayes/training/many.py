@@ -221,16 +221,20 @@ class Run:
         if self.folder is not None and (
             self.step == self.last or (every is not None and self.step % every == 0)
         ):
-            for group in self.groups:
-                (self.recorded.get(id(group)) or group).check()
-            keep(self)
+            self._keep()
         if rows and self.callback is not None:
             try:
                 self.callback(self.step, dict(sorted(rows.items())))
             except StopTraining:
                 if self.folder is not None:
-                    keep(self)
+                    self._keep()
                 raise
+
+    def _keep(self) -> None:
+        """The state on disk, unless a loss was not finite: a state of that would be of no use."""
+        for group in self.groups:
+            (self.recorded.get(id(group)) or group).check()
+        keep(self)
 
     def _text(self) -> str:
         last = [rows[-1]["loss"] for rows in self.histories if rows]

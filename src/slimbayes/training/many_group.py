@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.files import permutations
+from slimbayes.draws import out_of_memory
 from slimbayes.training.many_inputs import Member
 from slimbayes.training.many_noise import NoisePlan, Request
 from slimbayes.training.many_stack import BASELINE, Stack, explained
@@ -205,20 +206,31 @@ class Group:
     def _first(self, args: tuple[Any, ...]) -> tuple[dict[str, Tensor], Tensor]:
         """The first step shows whether vmap takes the network; where steps are many, the others are traced."""
         stack = self.stack
+        before = {name: value.clone() for name, value in stack.buffers.items()}
         try:
             grads, figures = self._plainly(args)
         except Exception as error:
+            if out_of_memory(error):
+                raise TrainingError(
+                    f"{len(self.members)} networks at a time are too many for the memory of {self.device.type}: give "
+                    f"fit_many fewer, or a smaller batch_size={self.batch} ({error})"
+                ) from error
             copies = {name: value.clone() for name, value in stack.buffers.items()}
             raise explained(stack, error, lambda: stack.losses(stack.trained, copies, *args)) from error  # type: ignore[arg-type]
         self.used = list(grads)
-        left = self.steps - self.done
-        self.compiled = self.settings.compile and left >= COMPILED_FROM[self.device.type]
-        if self.compiled or left >= TRACED_FROM:
+        # By all steps, not by those that are left: a resumed run computes as an uninterrupted one does.
+        self.compiled = self.settings.compile and self.steps >= COMPILED_FROM[self.device.type]
+        if self.compiled or self.steps >= TRACED_FROM:
             try:
                 self.traced = Traced(stack, self.used, args, self.compiled)
             except Exception:  # what cannot be traced runs as it did
                 if self.compiled:
                     raise
+        if self.traced is not None and not self.traced.agrees(stack, before, args, figures):
+            raise TrainingError(
+                f"network {self.members[0].index} computes something else from call to call (a counter or a schedule "
+                f"in its Python code?), which a step that is traced once cannot: train it with sb.fit"
+            )
         return grads, figures
 
     def _apply(self, grads: dict[str, Tensor]) -> None:

@@ -108,9 +108,25 @@ class Stack:
         listed = Listed()
         values = self.tensors()
         alone = {name: value[0].clone() for name, value in values.items() if name != BASELINE}
-        with torch.no_grad(), together():
-            functional_call(self.objective, alone, (inputs, targets, listed))
+        handle = self.objective.register_forward_hook(
+            lambda objective, *rest: self._check_buffers(objective, alone)
+        )
+        try:
+            with torch.no_grad(), together():
+                functional_call(self.objective, alone, (inputs, targets, listed))
+        finally:
+            handle.remove()
         return listed.requests
+
+    def _check_buffers(self, objective: nn.Module, given: dict[str, Tensor]) -> None:
+        """Raise if a module has put another tensor into a buffer's place: only changes in place are seen outside."""
+        for name, buffer in objective.named_buffers():
+            if name in given and buffer is not given[name]:
+                own = name.partition(".")[2]
+                raise TrainingError(
+                    f"network {self.members[0].index} assigns its buffer {own!r} anew in its forward pass, which "
+                    f"fit_many would lose: change it in place (self.{own}.copy_(...)), or train it with sb.fit"
+                )
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them by name."""

@@ -60,6 +60,14 @@ class Traced:
             found: tuple[Tensors, Tensor, Tensors] = self.run(self._own(stack), stack.buffers, *args)
         return found
 
+    def agrees(self, stack: Stack, buffers: Tensors, args: tuple[Any, ...], figures: Tensor) -> bool:
+        """Whether the graph gives the figures [N, 3] that the step itself gave, from the same buffers."""
+        with torch.no_grad():
+            found = self.graph(self._own(stack), buffers, *args)[1]
+        exact = 1e-9 if figures.dtype == torch.float64 else 1e-4
+        # Losses that are not finite are another matter, told by their step.
+        return torch.allclose(found, figures, rtol=exact, atol=exact, equal_nan=True)
+
 
 def compiled_noise(plan: NoisePlan, steps: Tensor) -> Any:
     """``plan.make`` for as many steps as these, compiled: one kernel or two instead of a hundred."""

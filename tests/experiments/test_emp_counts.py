@@ -27,7 +27,7 @@ def outcomes(tmp_path_factory):
 
 def test_everything_that_was_to_hold_holds(outcomes):
     for name, outcome in outcomes.items():
-        assert outcome.checks and outcome.deviations, name
+        assert outcome.deviations and bool(outcome.checks) == (name != "emp/figure1"), name
         assert [one["what"] for one in outcome.checks if not one["holds"]] == [], name
 
 

@@ -200,9 +200,7 @@ def test_too_little_memory_is_no_fault_of_vmap(monkeypatch):
         raise torch.cuda.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(many_group.Group, "_plainly", full)
-    with pytest.raises(
-        TrainingError, match="1 networks at a time are too many for the memory of cpu: give fit_many fewer"
-    ):
+    with pytest.raises(TrainingError, match="memory of cpu is too small for 1 networks at a time: give"):
         attempt(networks(sb.Deterministic(), 1), table(0))
 
 

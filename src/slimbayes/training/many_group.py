@@ -212,7 +212,7 @@ class Group:
         except Exception as error:
             if out_of_memory(error):
                 raise TrainingError(
-                    f"{len(self.members)} networks at a time are too many for the memory of {self.device.type}: give "
+                    f"the memory of {self.device.type} is too small for {len(self.members)} networks at a time: give "
                     f"fit_many fewer, or a smaller batch_size={self.batch} ({error})"
                 ) from error
             copies = {name: value.clone() for name, value in stack.buffers.items()}

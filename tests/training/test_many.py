@@ -15,6 +15,7 @@ from slimbayes.training.many_inputs import structure
 SEEDS = [4, 5, 6]
 
 
+@pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_network_is_as_if_alone(name, monkeypatch):
     """Beside others, alone, and by a traced step: the same weights, statistics and history."""
@@ -34,6 +35,7 @@ def test_every_network_is_as_if_alone(name, monkeypatch):
 
 
 # Which components take part in a step is random without noise too.
+@pytest.mark.uncounted(but=2)
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "Rank1 by steps"])
 def test_the_mean_of_every_method_trains_as_by_fit(name):
     """Without noise both are functions of the seed alone: objective, KL and optimizer are those of ``sb.fit``."""

@@ -109,6 +109,7 @@ def trained(models, data, **options):
     return copies, sb.fit_many(copies, data, seeds=range(len(models)), **{**OPTIONS, **options})
 
 
+@pytest.mark.uncounted(but=2)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 @pytest.mark.parametrize("name", ["MCDropout", "EMP learned", "DeepEnsemble"])
@@ -125,6 +126,7 @@ def test_replayed_blocks_are_the_same_steps(name, optimizer, traced, taped, monk
         assert row == pytest.approx(other, rel=1e-6)
 
 
+@pytest.mark.uncounted(but=1)
 @pytest.mark.parametrize("name", ["ECMP", "Rank1", "Rank1 by steps", "MeanField local", "KTied"])
 def test_replayed_blocks_of_other_methods(name, taped):
     models, data = networks(METHODS[name], 2), [table(i) for i in range(2)]

@@ -22,6 +22,7 @@ from slimbayes.data.corruptions import corrupt
 from slimbayes.experiments import emp_imagenet as imagenet
 from slimbayes.experiments import emp_imagenet_tables as tables
 from slimbayes.experiments import find, read_result, session
+from slimbayes.experiments.emp_figures import columns_of, figures_of, running_means
 from slimbayes.experiments.emp_imagenet_data import SIZES, make_tree, prepare
 from slimbayes.experiments.running import reproduce
 from slimbayes.experiments.session import OutOfTime, Session
@@ -166,7 +167,7 @@ def test_averages_of_ever_more_draws_by_hand():
     with torch.no_grad():
         draws = sb.draw(model, x, samples=7, seed=0, first_example=11).softmax(-1)  # [7, 5, 4]
     for chunk in (5, 12, 1000):
-        found = list(imagenet.running_means(model, x, (1, 4, 7), chunk, first=11))
+        ((_, found),) = running_means(model, x, (1, 4, 7), chunk, first=11)
         for count, p in zip((1, 4, 7), found, strict=True):
             torch.testing.assert_close(p, draws[:count].mean(0), atol=1e-6, rtol=1e-5)
 
@@ -174,7 +175,7 @@ def test_averages_of_ever_more_draws_by_hand():
 def test_figures_by_their_definitions():
     torch.manual_seed(1)
     p, y = torch.randn(400, 9).mul(2).softmax(-1), torch.randint(9, (400,))
-    found = imagenet.figures(imagenet.columns(p, y))
+    found = figures_of(columns_of(p, y))
     assert found["accuracy"] == pytest.approx(100 * sb.metrics.accuracy(p, y))
     assert found["top5"] == pytest.approx(100 * sb.metrics.top_k_accuracy(p, y, 5))
     assert found["ece_percent"] == pytest.approx(100 * sb.metrics.ece(p, y, bins=20, min_count=5), rel=1e-6)

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Split
+from slimbayes.experiments.emp_figures import columns_of, figures_of, passes
 from slimbayes.experiments.emp_measures import (
     VERSION,
-    columns_of,
     evaluation,
-    figures_of,
     inputs_of,
-    passes,
     ready,
 )
 from slimbayes.experiments.emp_recipes import Job, prepare, size_of

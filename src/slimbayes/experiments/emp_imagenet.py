@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slimbayes.checkpoint import CheckpointError
 from slimbayes.data import Scaling
 from slimbayes.data.corruptions import corrupt
 from slimbayes.data.streaming import StreamBatches
-from slimbayes.draws import draw, evaluating
 from slimbayes.experiments.catalogue import find
+from slimbayes.experiments.emp_figures import columns_of, figures_of, running_means
 from slimbayes.experiments.emp_imagenet_data import SIZES, prepare
-from slimbayes.experiments.emp_recipes import INIT_NOISE
+from slimbayes.experiments.emp_recipes import INIT_NOISE, PENALTY
 from slimbayes.experiments.networks import MODEL, Recipe, Trained
-from slimbayes.experiments.session import Session, read_json
+from slimbayes.experiments.session import Session, read_json, with_precision
 from slimbayes.files import write_whole
-from slimbayes.metrics import Reliability
 from slimbayes.summary import summary
 from slimbayes.training import Training
 from slimbayes.training.step import channels_last
@@ -35,8 +34,6 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 SETTING = "imagenet"
-BINS, FEWEST = 20, 5  # of the calibration errors: equal bins, those of at most 5 examples dropped
-PENALTY = 0.001  # λ = PENALTY / batch size
 NORMS = r"(^|\.)(bn\d|norm\d?|downsample\.1)$"  # before which dropout stands, by their names
 KEPT, VERSION = "imagenet.json", 1  # raise it when what is measured changes
 _RAW = Scaling((0.0,) * 3, (1.0,) * 3)
@@ -93,9 +90,7 @@ def recipe(session: Session, label: str) -> Recipe:
 
 def train(session: Session, job: Job) -> Trained:
     """The trained network of a job; the processes that are to train it together are started with the first."""
-    if session.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    with_precision(session)
     made = recipe(session, job.label)
     session.processes.launch(made.training)
     # Of the data it asks for shapes and a key, which a stream has too.
@@ -140,7 +135,7 @@ def by_samples(session: Session, trained: Trained) -> dict[str, Any]:
     counts = (1,) if trained.recipe.label == "Vanilla" else size.samples
 
     def make() -> dict[str, Any]:
-        return {str(count): figures(rows) for count, rows in _columns(session, trained, counts).items()}
+        return {str(count): figures_of(rows) for count, rows in _columns(session, trained, counts).items()}
 
     found = kept(session, trained, f"by samples {list(counts)}", make)
     return {str(count): found.get(str(count), found["1"]) for count in size.samples}
@@ -165,7 +160,7 @@ def corruption_rates(session: Session, trained: Trained) -> dict[str, Any]:
 def _columns(
     session: Session, trained: Trained, counts: Sequence[int], corruption: tuple[str, int] | None = None
 ) -> dict[int, Tensor]:
-    """``columns`` of all test images for every number of draws, [N, 4]: every process measures a part of each batch."""
+    """``columns_of`` all test images for every number of draws, [N, 4]: every process measures a part of each batch."""
     size, data = SIZES[session.scale], prepare(session).data
     batch = even_batch(len(data.test), size.chunk, session.processes.number)
     batches = StreamBatches(
@@ -181,8 +176,9 @@ def _columns(
         if corruption is not None:
             raw = corrupt(raw, *corruption, first=first)
         x = data.scaling(raw).contiguous(memory_format=torch.channels_last)
-        for count, p in zip(counts, running_means(model, x, counts, size.chunk, first), strict=True):
-            found[count].append(columns(p, labels).cpu())
+        for block, means in running_means(model, x, counts, size.chunk, first=first):
+            for count, p in zip(counts, means, strict=True):
+                found[count].append(columns_of(p, labels[block]).cpu())
         session.processes.by_first(session.check_time)
     return {count: torch.cat(session.processes.gathered(torch.cat(parts))) for count, parts in found.items()}
 
@@ -197,52 +193,6 @@ def even_batch(count: int, most: int, processes: int) -> int:
     while batch > processes and 0 < count % batch < processes:
         batch -= 1
     return batch
-
-
-def running_means(
-    model: nn.Module, x: Tensor, counts: Sequence[int], chunk: int, first: int = 0, seed: int = 0
-) -> Iterator[Tensor]:
-    """Probabilities averaged over the first S draws, (1/S) Σ_s p(y | f_s(x)), [b, classes] for each S of ``counts``.
-
-    No pass has more than about ``chunk`` rows. ``first`` is the index of the first row in its data: with it and the
-    seed, draws do not depend on how the data were cut.
-    """
-    step = max(1, chunk // len(x))
-    total, done = torch.zeros((), device=x.device), 0
-    with torch.no_grad(), evaluating(model):
-        for count in counts:
-            while done < count:
-                samples = min(step, count - done)
-                logits = draw(
-                    model, x, samples=samples, seed=seed, first_example=first, first_sample=done
-                )  # [S, b, C]
-                total, done = total + logits.float().softmax(-1).sum(0), done + samples
-            yield total / done
-
-
-def columns(p: Tensor, targets: Tensor) -> Tensor:
-    """Per example [b, 4]: the largest probability, whether it and whether one of the five largest is right, the NLL.
-
-    >>> columns(torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([1]))[0, :3]
-    tensor([0.5000, 0.0000, 1.0000])
-    """
-    top = p.topk(min(5, p.shape[-1]))
-    right = top.indices == targets[:, None]  # [b, 5]
-    nll = -p.gather(1, targets[:, None]).squeeze(1).clamp_min(torch.finfo(p.dtype).tiny).log()
-    return torch.stack([top.values[:, 0], right[:, 0].float(), right.any(1).float(), nll], 1)
-
-
-def figures(rows: Tensor) -> dict[str, Any]:
-    """Figures of ``columns`` in the paper's units, their errors over examples, and the bins of a reliability curve."""
-    confidence, right, five, nll = rows.unbind(1)
-    bins = Reliability.of(confidence.clamp_max(1.0), right.bool(), BINS)
-    parts = {"accuracy": 100 * right.double(), "top5": 100 * five.double(), "nll": nll.double()}
-    return {
-        **{name: float(part.mean()) for name, part in parts.items()},
-        "ece_percent": 100 * bins.ece(FEWEST), "mce_percent": 100 * bins.mce(FEWEST),
-        "errors": {name: float(part.std() / len(rows) ** 0.5) for name, part in parts.items()},
-        "bins": bins.to_dict(),
-    }  # fmt: skip
 
 
 def kept(session: Session, trained: Trained, key: str, make: Callable[[], Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from slimbayes.experiments import emp_imagenet as imagenet
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.emp_corruptions import TYPES
+from slimbayes.experiments.emp_figures import BINS, FEWEST
 from slimbayes.experiments.emp_imagenet_data import CLASSES, SIZES, TEST, TRAIN, TREE
 from slimbayes.experiments.emp_recipes import INIT_NOISE
 from slimbayes.experiments.outcome import Outcome, Table, check, curve
@@ -131,12 +132,12 @@ def _calibration(labels: Sequence[str], session: Session, setting: str) -> Outco
         table.add(job.label, last, {})
         bins = last["bins"]
         rows = zip(bins["confidence"], bins["accuracy"], bins["count"], strict=True)
-        points = [(sure, right) for sure, right, count in rows if count > imagenet.FEWEST]
+        points = [(sure, right) for sure, right, count in rows if count > FEWEST]
         seed = f", seed {job.seed}" if (session.seeds or 1) > 1 else ""
         lines.append((f"{job.label}{seed}", [x for x, _ in points], [[y for _, y in points]]))
     lines.append(("as sure as right", [0.0, 1.0], [[0.0, 1.0]]))
     outcome.tables.append(table)
-    title = f"{TITLE}: accuracy against confidence, {imagenet.BINS} bins"
+    title = f"{TITLE}: accuracy against confidence, {BINS} bins"
     outcome.curves.append(curve("imagenet-calibration", title, "confidence", "accuracy", lines))
     return outcome
 

@@ -10,7 +10,8 @@ from typing import Any
 from slimbayes.experiments import emp_checks as checks
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.emp_extras import EXTRAS, STACKED, gains, stacked, words_of_stacking
-from slimbayes.experiments.emp_measures import FEWEST, by_samples, corruption_rates, cost
+from slimbayes.experiments.emp_figures import FEWEST
+from slimbayes.experiments.emp_measures import by_samples, corruption_rates, cost
 from slimbayes.experiments.emp_recipes import (
     SETTINGS,
     WAYS,
@@ -73,11 +74,6 @@ def _largest(figures: dict[str, Any]) -> dict[str, Any]:
     return best
 
 
-def errors_of(figures: dict[str, Any]) -> dict[str, float]:
-    """Standard errors over test examples, where there are some."""
-    return {key.removesuffix("_error"): value for key, value in figures.items() if key.endswith("_error")}
-
-
 def main_table(session: Session, setting: str) -> Table:
     """Table 6: every method with all its draws."""
     table = Table(setting, title(session, setting), ("overhead_percent", *QUALITY, "nll", "parameters"))
@@ -87,7 +83,7 @@ def main_table(session: Session, setting: str) -> Table:
         number = checks.parameters_of(size.network, label, data.shape, data.num_outputs, setting)
         for figures in map(_largest, seeds):
             counts = {"parameters": float(number), "overhead_percent": 100 * (number / base - 1)}
-            table.add(label, {**figures, **counts}, errors_of(figures))
+            table.add(label, {**figures, **counts}, figures["errors"])
     return table
 
 
@@ -150,9 +146,9 @@ def by_draws(label: str, session: Session, setting: str) -> Outcome:
     for count in size_of(setting, session.scale).samples:
         for figures in found[label]:
             one = figures[str(count)]
-            table.add(f"S = {count}", one, errors_of(one))
+            table.add(f"S = {count}", one, one["errors"])
     for figures in map(_largest, found["Vanilla"]):
-        table.add("Vanilla", figures, errors_of(figures))
+        table.add("Vanilla", figures, figures["errors"])
     outcome.tables.append(table)
     if label != "Dropout":
         outcome.checks += checks.samples_checks(table, label)
@@ -230,7 +226,7 @@ def extras(session: Session, setting: str) -> Outcome:
         if job.label == "EMP":
             figures = stacked(session, train(session, job), job)
             shares = {name: table.mean("EMP", name) for name in ("parameters", "overhead_percent")}
-            table.add(STACKED, {**figures, **shares}, errors_of(figures))
+            table.add(STACKED, {**figures, **shares}, figures["errors"])
     outcome.tables += [table, gains(table)]
     outcome.deviations.append(words_of_stacking(session, setting))
     return outcome

@@ -13,76 +13,15 @@ from torch import Tensor, nn
 
 from slimbayes.data import Split
 from slimbayes.data.shifts import Shift, shifts_for
-from slimbayes.draws import draw, evaluating
+from slimbayes.experiments.emp_figures import columns_of, figures_of, running_means
 from slimbayes.experiments.emp_recipes import WAYS, Job, prepare, size_of, train
 from slimbayes.experiments.networks import Trained
 from slimbayes.experiments.session import Session
-from slimbayes.metrics import Reliability
 from slimbayes.predict import predict
-from slimbayes.record import find_record
 from slimbayes.training.step import channels_last
 
-BINS, FEWEST = 20, 5  # of the calibration errors: equal bins, those of at most 5 examples dropped
 VERSION = 1  # raise it when a function here changes what it gives
 _ROUNDS = {"smoke": 1, "desk": 3, "gpu": 5, "paper": 5}
-
-
-def passes(
-    model: nn.Module,
-    inputs: Tensor,
-    stops: Sequence[int],
-    chunk: int,
-    seed: int | None = 0,
-    prepare: Callable[[Tensor], Tensor] = lambda x: x,
-) -> Iterator[tuple[slice, int, Tensor]]:
-    """Probabilities of draws, block by block of the examples: (examples, draws done, [components · draws, block, C]).
-
-    No pass has more than ``chunk`` rows, and one ends at each of the ``stops``, the last of which is the number of
-    draws. With a ``seed`` draw s is the same function for all blocks, whatever their size; None takes torch's
-    generator.
-    """
-    components = find_record(model).components
-    size = max(1, min(len(inputs), chunk // components))
-    for start in range(0, len(inputs), size):
-        x = prepare(inputs[start : start + size])
-        most, done = max(1, chunk // (components * len(x))), 0
-        for stop in stops:
-            while done < stop:
-                step = min(most, stop - done)
-                with torch.no_grad(), evaluating(model):
-                    logits = draw(model, x, samples=step, seed=seed, first_example=start, first_sample=done)
-                done += step
-                yield slice(start, start + len(x)), done, logits.float().softmax(-1)
-
-
-def running_means(
-    model: nn.Module,
-    inputs: Tensor,
-    counts: Sequence[int],
-    chunk: int,
-    seed: int | None = 0,
-    prepare: Callable[[Tensor], Tensor] = lambda x: x,
-) -> Iterator[tuple[slice, Tensor]]:
-    """Probabilities averaged over the first S draws, for every S of ``counts``, from one run of the longest.
-
-    p_S(y|x) = (1/S) Σ_{s ≤ S} p(y | f_s(x)), block by block: (examples, [counts, block, classes]). Nothing but the
-    running sum stays from one of the ``passes`` to the next.
-
-    >>> import slimbayes as sb
-    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.EMP(patch="output"))
-    >>> [(block.stop, means.shape) for block, means in running_means(net, torch.zeros(5, 3), (1, 4), chunk=4)]
-    [(4, torch.Size([2, 4, 2])), (5, torch.Size([2, 1, 2]))]
-    """
-    components = find_record(model).components
-    total: Tensor | None = None
-    found: list[Tensor] = []
-    for block, done, p in passes(model, inputs, counts, chunk, seed, prepare):
-        total = p.sum(0) if total is None else total + p.sum(0)
-        if done in counts:
-            found.append(total / (components * done))
-        if done == counts[-1]:
-            yield block, torch.stack(found)
-            total, found = None, []
 
 
 @contextlib.contextmanager
@@ -135,28 +74,6 @@ def _by_samples(
                 columns[count].append(columns_of(p, targets).cpu())
             session.check_time()
     return {str(count): figures_of(torch.cat(parts)) for count, parts in columns.items()}
-
-
-def columns_of(p: Tensor, targets: Tensor) -> Tensor:
-    """Per example [b, 4]: the largest probability, whether it and whether one of the five largest is right, the NLL."""
-    top = p.topk(min(5, p.shape[-1]))
-    right = top.indices == targets[:, None]  # [b, 5]
-    nll = -p.gather(1, targets[:, None]).squeeze(1).clamp_min(torch.finfo(p.dtype).tiny).log()
-    return torch.stack([top.values[:, 0], right[:, 0].float(), right.any(1).float(), nll], 1)
-
-
-def figures_of(columns: Tensor) -> dict[str, Any]:
-    """Figures in the paper's units, and the bins of the reliability curve."""
-    confidence, correct, top5, nll = columns.unbind(1)
-    bins = Reliability.of(confidence.clamp_max(1.0), correct.bool(), BINS)
-    n = len(columns)
-    return {
-        "accuracy": 100 * float(correct.double().mean()), "top5": 100 * float(top5.double().mean()),
-        "nll": float(nll.double().mean()), "ece_percent": 100 * bins.ece(FEWEST), "mce_percent": 100 * bins.mce(FEWEST),
-        "accuracy_error": 100 * float(correct.double().std()) / n**0.5,
-        "top5_error": 100 * float(top5.double().std()) / n**0.5, "nll_error": float(nll.double().std()) / n**0.5,
-        "bins": bins.to_dict(),
-    }  # fmt: skip
 
 
 def corruption_rates(session: Session, trained: Trained, job: Job) -> dict[str, Any]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from slimbayes.data import Scaling
 from slimbayes.experiments.networks import Prepared, Recipe, Trained
-from slimbayes.experiments.session import Session
+from slimbayes.experiments.session import Session, with_precision
 from slimbayes.training import Training
 
 COMPONENTS = 5
@@ -41,20 +39,20 @@ class Size:
     chunk: int = 2_500  # rows of one pass in evaluation
 
 
-_SMALL, _TINY = "wrn(depth=10, width=1)", "wrn(depth=10, width=1)"
+_SMALL = "wrn(depth=10, width=1)"
 _S = (1, 20, 100, 200)
 _PYRAMID = "pyramidnet(depth=110, alpha=270)"
 SIZES: dict[tuple[str, str], Size] = {
-    ("cifar100", "smoke"): Size("digits", _TINY, 2, 256, 1, (1, 2, 4, 6), chunk=256),
+    ("cifar100", "smoke"): Size("digits", _SMALL, 2, 256, 1, (1, 2, 4, 6), chunk=256),
     ("cifar100", "desk"): Size("cifar100", _SMALL, 10, 256, 1, (1, 5, 20, 40), chunk=1_000),
     ("cifar100", "gpu"): Size("cifar100", "wrn(depth=28, width=4)", 30, 256, 3, _S),
     ("cifar100", "paper"): Size("cifar100", _PYRAMID, 400, 256, 3, _S, "constant"),
     ("cifar100-pyramidnet", "gpu"): Size("cifar100", _PYRAMID, 10, 256, 1, _S, chunk=1_000),
-    ("cifar10-c", "smoke"): Size("digits", _TINY, 2, 256, 1, (2,), corrupted=60),
+    ("cifar10-c", "smoke"): Size("digits", _SMALL, 2, 256, 1, (2,), corrupted=60),
     ("cifar10-c", "desk"): Size("cifar10", _SMALL, 10, 256, 1, (10,), corrupted=200, chunk=1_000),
     ("cifar10-c", "gpu"): Size("cifar10", "wrn(depth=16, width=4)", 30, 256, 3, (20,), corrupted=2_000),
     ("cifar10-c", "paper"): Size("cifar10", _PYRAMID, 400, 256, 3, (100,), "constant", corrupted=10_000),
-    ("cifar100-extras", "smoke"): Size("digits", _TINY, 2, 256, 1, (4,), held_out=100),
+    ("cifar100-extras", "smoke"): Size("digits", _SMALL, 2, 256, 1, (4,), held_out=100),
     ("cifar100-extras", "desk"): Size("cifar100", _SMALL, 10, 256, 1, (20,), held_out=5_000, chunk=1_000),
     ("cifar100-extras", "gpu"): Size("cifar100", "wrn(depth=16, width=4)", 20, 256, 3, (100,), held_out=5_000),
     ("cifar100-extras", "paper"): Size("cifar100", _PYRAMID, 400, 256, 3, (200,), "constant", held_out=5_000),
@@ -155,11 +153,3 @@ def jobs_of(session: Session, setting: str) -> list[Job]:
         return []
     seeds = session.seeds or size_of(setting, session.scale).seeds
     return [Job(setting, label, seed) for seed in range(seeds) for label in WAYS[setting]]
-
-
-def with_precision(session: Session) -> None:
-    """On a GPU the fastest convolutions, and TensorFloat-32 in what is not bfloat16."""
-    if session.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
-        torch.backends.cudnn.benchmark = True

@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from slimbayes.data import Scaling
 from slimbayes.experiments import ktied_probes as probes
 from slimbayes.experiments.networks import Prepared, Recipe, Trained
-from slimbayes.experiments.session import Session
+from slimbayes.experiments.session import Session, with_precision
 from slimbayes.training import Training
 
 LABELS = ("Mean-field", "1-tied", "2-tied", "3-tied")
@@ -211,11 +209,3 @@ def seeds_of(session: Session, setting: str, most: int | None = None) -> range:
     """The seeds of a setting at the session's scale, at most so many; those that the caller asked for, all of them."""
     number = size_of(setting, session.scale).seeds
     return range(session.seeds or (number if most is None else min(number, most)))
-
-
-def with_precision(session: Session) -> None:
-    """TensorFloat-32 in matrix products on a GPU, as fast as the paper's hardware would have had it."""
-    if session.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
-        torch.backends.cudnn.benchmark = True

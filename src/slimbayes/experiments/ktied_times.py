@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from slimbayes.convert import bayesianize
 from slimbayes.draws import draw
-from slimbayes.experiments.ktied_recipes import Job, seeds_of, size_of, train, with_precision
+from slimbayes.experiments.ktied_recipes import Job, seeds_of, size_of, train
 from slimbayes.experiments.ktied_tables import TITLES
 from slimbayes.experiments.ktied_words import probed_choice
 from slimbayes.experiments.outcome import Outcome, Table, check, curve
-from slimbayes.experiments.session import Session
+from slimbayes.experiments.session import Session, with_precision
 from slimbayes.methods import KTied, MeanField
 from slimbayes.objective import elbo
 from slimbayes.priors import Normal

@@ -43,7 +43,7 @@ def two_targets():
 @pytest.mark.parametrize("held", [1 << 23, 100])
 def test_figures_are_in_the_units_of_the_targets(two_targets, monkeypatch, held):
     """A plain network, by hand; in one pass or a few rows at a time."""
-    monkeypatch.setattr(emp_uci, "_HELD", held)
+    monkeypatch.setattr(emp_uci, "_HELD", {"cpu": held})
     torch.manual_seed(0)
     network = nn.Linear(3, 2)
     model = sb.bayesianize(network, sb.Deterministic())
@@ -66,7 +66,7 @@ def test_draws_are_one_function_whatever_the_rows_of_a_pass(two_targets, monkeyp
         model[0].weight.add_(torch.randn_like(model[0].weight))
     size = emp_uci.Size("made", 4, 1, 1, 50)
     whole = emp_uci.measured(model.eval(), two_targets, size)
-    monkeypatch.setattr(emp_uci, "_HELD", 600)
+    monkeypatch.setattr(emp_uci, "_HELD", {"cpu": 600})
     assert emp_uci.measured(model, two_targets, size) == pytest.approx(whole, rel=1e-6)
 
 
@@ -150,20 +150,19 @@ def test_protein_is_reported_and_not_compared(tmp_path, monkeypatch):
 
 
 def test_a_member_of_the_ensemble_trains_as_if_alone(tmp_path):
-    """Its loss is the mean over members: with the decay of one network it would be decayed five times as much."""
+    """The loss is five times the mean over members: else each would be decayed five times as much."""
     data, size = sb.data.load("diabetes"), emp_uci.Size("diabetes", 5, 3, 1, 1)
     session = Session("smoke", tmp_path)
     ensemble = emp_uci.build("Ensemble", size, data, 0).double()
     first = emp_uci.build("Dropout", size, data, 0)  # the same weights, and no noise below
     alone = sb.bayesianize(RegressionNet(10, 1, 5, "none"), sb.Deterministic()).double()
     alone.load_state_dict(first.state_dict())
-    loss = sb.Gaussian(precision=2.0)
+    values = replace(emp_uci.training(session, size), precision="64-true")
     for model, label in ((ensemble, "Ensemble"), (alone, "EMP")):
-        values = replace(emp_uci.training(session, size, label), precision="64-true")
-        sb.fit_many([model], data, values, likelihood=loss, seeds=[0], progress=False)
+        sb.fit_many([model], data, values, likelihood=emp_uci.loss_of(label, 1), seeds=[0], progress=False)
     members = dict(ensemble.named_parameters())
     for name, value in alone.named_parameters():
-        torch.testing.assert_close(members[name][0], value, rtol=1e-5, atol=1e-7)  # Adam's ε sees the scale
+        torch.testing.assert_close(members[name][0], value, rtol=1e-9, atol=1e-12)
 
 
 def test_tables_of_several_settings_are_shown_as_one(tmp_path):

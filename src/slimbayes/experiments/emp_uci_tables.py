@@ -102,8 +102,7 @@ def deviations(session: Session, setting: str) -> list[str]:
         said.append(f"{setting}: {size.samples:,} draws instead of {paper.samples:,}.")
     said.append(
         f"{setting}: components start equal, and part because each step trains one of them; the paper has them random. "
-        "Rows that do not fill a batch wait for another epoch. The ensemble has a fifth of the decay, for its loss is "
-        "the mean over its five members, which then train as if alone."
+        "Rows that do not fill a batch wait for another epoch."
     )
     return said
 

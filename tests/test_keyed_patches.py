@@ -101,6 +101,55 @@ def test_the_generator_runs_once_for_all_layers(monkeypatch):
     assert len(calls) == 16, "a weight and a bias of seven norms and of the output"
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_passes_of_a_prediction_have_the_draws_of_the_whole(name):
+    """Whatever is chosen ahead, in passes of one sample or of several, the last one shorter, for blocks of rows."""
+    torch.manual_seed(0)
+    model, x = sb.bayesianize(Tied(), METHODS[name]).eval(), torch.randn(4, 6)
+    components = 2 if "Rank1" in name else 1
+    whole = sb.predict(model, x, samples=7, seed=9, noise="shared").draws
+    for rows in (4, 8, 12, 2):
+        cut = sb.predict(model, x, samples=7, seed=9, noise="shared", chunk=rows * components)
+        torch.testing.assert_close(cut.draws, whole)
+        few = sb.predict(
+            model, x, samples=7, seed=9, noise="shared", chunk=rows * components, keep_draws=False
+        )
+        torch.testing.assert_close(few.mean, cut.mean)
+        torch.testing.assert_close(few.epistemic, cut.epistemic)
+
+
+def test_the_generator_runs_once_for_many_passes(monkeypatch):
+    model, x = sb.bayesianize(WideResNet(10, 1, 4, channels=1), sb.ECMP(3)).eval(), torch.randn(5, 1, 8, 8)
+    sb.predict(model, x, samples=2, seed=0, chunk=5)
+    calls = []
+    made = patched.keyed_uniforms
+    monkeypatch.setattr(patched, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
+    sb.predict(model, x, samples=20, seed=0, chunk=5)
+    assert calls == [20]
+    numbers = sum(t[0].numel() for n, t in model.named_parameters() if t.shape[0] == 3 and "conv" not in n)
+    monkeypatch.setattr(patched, "_AT_ONCE", 8 * numbers)
+    sb.predict(model, x, samples=20, seed=0, chunk=5)
+    assert calls[1:] == [8, 8, 4], "no more than should be held at a time"
+
+
+def test_memory_that_ends_in_the_middle_leaves_the_draws_as_they_are(monkeypatch):
+    torch.manual_seed(0)
+    model, x = sb.bayesianize(Tied(), METHODS["ECMP"]).eval(), torch.randn(4, 6)
+    whole = sb.predict(model, x, samples=6, seed=9, noise="shared").draws
+    output, rows = model.output.forward, []
+
+    def short(inputs):
+        rows.append(len(inputs))
+        if len(inputs) > 8 and len(rows) > 1:
+            raise torch.OutOfMemoryError("no memory left")
+        return output(inputs)
+
+    monkeypatch.setattr(model.output, "forward", short)
+    cut = sb.predict(model, x, samples=6, seed=9, noise="shared", chunk=12)
+    assert rows[0] == 12 and set(rows[2:]) <= {4, 8}
+    torch.testing.assert_close(cut.draws, whole)
+
+
 def test_draws_without_a_seed_are_left_alone(monkeypatch):
     monkeypatch.setattr(patched, "keyed_uniforms", lambda *rest: pytest.fail("no seed"))
     model = sb.bayesianize(Tied(), METHODS["ECMP"])

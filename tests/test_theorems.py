@@ -307,6 +307,19 @@ def test_parameter_groups(name):
     torch.optim.SGD(groups)
 
 
+@pytest.mark.parametrize("name", GROUPS)
+def test_norms_are_decayed_only_where_asked(name):
+    method, expected = GROUPS[name]
+    model = sb.bayesianize(small_network(), method)
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups = sb.parameter_groups(model, lr=0.1, weight_decay=1e-4, decay_norms=False)
+    found = {g["name"]: {names[id(p)] for p in g["params"]} for g in groups}
+    assert found.get("decayed", set()) == expected.get("decayed", set()) - NORM
+    moved = expected.get("decayed", set()) & NORM
+    assert found.get("undecayed", set()) == expected.get("undecayed", set()) | moved
+    assert found.get("factors") == expected.get("factors")
+
+
 def test_rules_of_several_methods_are_grouped_by_layer():
     model = sb.bayesianize(
         small_network(), [("^0$", sb.Rank1(2)), ("^1$", sb.EMP(2, learn_mixing=True)), ("^3$", sb.KTied())]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from slimbayes import fast
 from slimbayes.apply.bulk import DEVICES, prefill
 from slimbayes.apply.gathered import prefill_weights
-from slimbayes.apply.patched import prefill_keyed, prefill_patches
+from slimbayes.apply.patched import Ahead, prefill_keyed, prefill_patches
 from slimbayes.apply.points import prefill_points
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.context import (
@@ -89,6 +89,10 @@ class FlatInputs:
         args, kwargs = pytree.tree_unflatten(flat.leaves, self.spec)
         return args, kwargs
 
+    def numel(self) -> int:
+        """How many numbers the tensors with the batch axis hold."""
+        return sum(self.leaves[i].numel() for i in self.tiled)
+
     def resized(self, batch: int) -> FlatInputs:
         """A few rows of these inputs: the first, repeated where there are too few, and the last ones."""
         last = min(batch, self.batch) - 1
@@ -126,8 +130,12 @@ def draw_flat(
     first_example: int,
     first_sample: int,
     evaluated: bool = False,
+    ahead: Ahead | None = None,
 ) -> Any:
-    """``draw`` on flattened inputs; ``evaluated`` says that no module is in training mode."""
+    """``draw`` on flattened inputs; ``evaluated`` says that no module is in training mode.
+
+    ``ahead`` keeps what the passes of one prediction choose.
+    """
     if isinstance(model, nn.DataParallel):
         raise TypeError(
             "DataParallel cuts the rows of a draw across its components; use DistributedDataParallel"
@@ -144,14 +152,14 @@ def draw_flat(
         and not torch.is_grad_enabled()
         and (evaluated or not unwrap(model).training)
     ):
-        found, output = _late(model, record, flat, now, evaluated)
+        found, output = _late(model, record, flat, now, evaluated, ahead)
         if found:
             return _unfold(output, draws, flat.batch)
     check_rows = not record.rows_checked and not torch.compiler.is_compiling() and model is unwrap(model)
     if check_rows:
         now.rows_seen = {}
     args, kwargs = flat.tile(draws)
-    _prefill(model, record, flat, now)
+    _prefill(model, record, flat, now, ahead)
     with activate(now):
         output = model(*args, **kwargs)
     if check_rows:
@@ -161,7 +169,7 @@ def draw_flat(
     return _unfold(output, draws, flat.batch)
 
 
-def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw) -> None:
+def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, ahead: Ahead | None) -> None:
     now.gradients = torch.is_grad_enabled()
     again = record.checkpointed or not SEES_CHECKPOINTS
     if now.gradients and again and not torch.compiler.is_compiling():
@@ -172,7 +180,7 @@ def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw) -> N
         pairs = [(layer.bayes, layer) for _, layer in layers]
         prefill_points(pairs, now)
         prefill_patches(pairs, now)
-        prefill_keyed(pairs, now)
+        prefill_keyed(pairs, now, ahead)
     else:
         layers, groups = layers_and_groups(model)
         if now.seed is None and now.noise != "mean":
@@ -180,7 +188,7 @@ def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw) -> N
         others = [(layer.bayes, layer) for _, layer in layers if type(layer.bayes) is not Rank1Rule]
         if others and (torch.compiler.is_compiling() or not _hooked(unwrap(model))):
             prefill_weights(others, now)
-            prefill_keyed(others, now)
+            prefill_keyed(others, now, ahead)
 
 
 def _hooked(model: nn.Module) -> bool:
@@ -197,7 +205,9 @@ def _keep_mixing(record: Record, now: Draw) -> None:
         record.byproducts = now.byproducts
 
 
-def _late(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, evaluated: bool) -> tuple[bool, Any]:
+def _late(
+    model: nn.Module, record: Record, flat: FlatInputs, now: Draw, evaluated: bool, ahead: Ahead | None
+) -> tuple[bool, Any]:
     """Run with late tiling where the network allows it: (True, output), else (False, None)."""
     tracing = torch._C._get_tracing_state() is not None
     if tracing or torch.compiler.is_compiling():
@@ -214,7 +224,7 @@ def _late(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, evaluat
     args, kwargs = flat.tile(1)
     try:
         late = replace(now, late=plan, cache={}, calls={}, log_probs={}, byproducts={}, noises={})
-        _prefill(model, record, flat, late)
+        _prefill(model, record, flat, late, ahead)
         with activate(late):
             output = plan.finish(model(*args, **kwargs), now.components * now.samples)
     except Exception as error:

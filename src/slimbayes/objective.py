@@ -23,6 +23,8 @@ from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.record import Record, converted_layers, find_record, layers_and_groups, unwrap
 from slimbayes.weightkl import Raw, RawPrior, divergence
 
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
 _STANDARD = Categorical()
 REDUCTIONS = ("average", "mixture", "logits")
 
@@ -268,12 +270,17 @@ class StepAnnealing:
 
 
 def parameter_groups(
-    model: nn.Module, lr: float, weight_decay: float, factor_lr_multiplier: float = 1.0
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    factor_lr_multiplier: float = 1.0,
+    decay_norms: bool = True,
 ) -> list[dict[str, Any]]:
     """Optimizer groups: decay where a weight has no prior of its own, none on factors and spreads.
 
     Decayed: shared weights, biases, norm parameters and EMP/ECMP components. Not decayed: rank-1 factors
-    (their learning rate times ``factor_lr_multiplier``), spreads, mixing logits, MeanField and KTied means.
+    (their learning rate times ``factor_lr_multiplier``), spreads, mixing logits, MeanField and KTied means; without
+    ``decay_norms`` nor what belongs to norms, be it patched.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
@@ -294,6 +301,9 @@ def parameter_groups(
         own = {id(p) for p in layer.bayes.parameters()}
         (factors if isinstance(layer.bayes, Rank1Rule) else plain).update(own)
         plain.update(id(mean) for mean in layer.bayes.means(layer))
+    if not decay_norms:
+        norms = [m for m in unwrap(model).modules() if isinstance(m, _NORMS)]
+        plain.update(id(p) for norm in norms for p in norm.parameters(recurse=False))
     groups: dict[str, list[nn.Parameter]] = {"decayed": [], "undecayed": [], "factors": []}
     for parameter in unwrap(model).parameters():
         if parameter.requires_grad:

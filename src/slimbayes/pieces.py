@@ -14,6 +14,9 @@ from slimbayes.draws import FlatInputs, out_of_memory
 from slimbayes.likelihoods import Likelihood
 from slimbayes.predictive import Moments, Predictive
 
+_HELD = (
+    1 << 20
+)  # outputs whose moments are taken at once: of small ones a pass each costs as much as some layers
 Run = Callable[[FlatInputs, int, int, int], Tensor]  # (inputs, samples, first sample, first example)
 
 
@@ -48,7 +51,8 @@ class Pieces:
         part = self.flat.map_tiled(lambda leaf: leaf[rows], stop - start)
         pieces: list[Tensor] = []
         moments: Moments | None = None
-        first = 0
+        # Moments of small outputs, pass by pass, cost as much as some layers: as many are held as there are inputs.
+        first, held, most = 0, 0, part.numel()
         while first < self.samples:
             count = min(per_pass, self.samples - first)
             smallest = count == 1 and stop - start == 1
@@ -61,18 +65,22 @@ class Pieces:
                 continue
             first += count
             self.likelihood.check(draws)
-            if self.keep_draws:
-                pieces.append(draws.unflatten(0, (self.components, count)))  # [K, s, b, ...]
-            else:
-                new = self.likelihood.moments(draws)
+            pieces.append(draws.unflatten(0, (self.components, count)))  # [K, s, b, ...]
+            held += draws.numel()
+            if not self.keep_draws and (held >= most or first == self.samples):
+                new = self.likelihood.moments(_joined(pieces))
                 moments = new if moments is None else moments.merge(new)
-        whole = torch.cat(pieces, 1).flatten(0, 1) if self.keep_draws else moments
-        assert whole is not None
-        return self.likelihood.predictive(whole), per_pass
+                pieces, held = [], 0
+        return self.likelihood.predictive(_joined(pieces) if moments is None else moments), per_pass
 
     def _last_words(self, error: BaseException) -> str:
         tensors = [leaf for leaf in self.flat.leaves if isinstance(leaf, Tensor)]
         return exhausted(error, self.components, tensors[0].device)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Draws [K·S, b, ...] of passes [K, s, b, ...]."""
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).flatten(0, 1)
 
 
 def attempt(

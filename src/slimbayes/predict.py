@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import fast
+from slimbayes.apply.patched import Ahead
 from slimbayes.budget import Footprint, budget, device_of, footprint, small
 from slimbayes.draws import FlatInputs, check_options, draw_flat, evaluating, flatten_inputs, plan_for
 from slimbayes.late import kept, signature
@@ -78,11 +79,14 @@ def predict_flat(
     check_chunk(chunk)
     record = find_record(model)
     keyed = seed
+    ahead = Ahead(samples, flat.numel())
 
     def run(part: FlatInputs, count: int, first_sample: int, start: int) -> Tensor:
         place = first_example + start
-        output = draw_flat(model, part, count, noise, keyed, place, first_sample, evaluated=True)
-        return scored(output, select)
+        output = draw_flat(model, part, count, noise, keyed, place, first_sample, evaluated=True, ahead=ahead)
+        found = scored(output, select)
+        # The next pass of a network that is compiled to CUDA graphs writes where this one did.
+        return found if model is inner or (count, part.batch) == (samples, flat.batch) else found.clone()
 
     inner = unwrap(model)
     with torch.no_grad(), evaluating(inner):

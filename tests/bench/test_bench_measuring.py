@@ -68,7 +68,7 @@ def test_many_draws_are_passes_of_the_same_rows_in_bounded_memory(monkeypatch):
         assert emp.held[0].shape == plain.held[0].shape
         emp.step()
         peaks.append(peak_bytes(emp, CPU, 0))
-    assert peaks[1] <= 1.02 * peaks[0]
+    assert peaks[1] <= 1.02 * peaks[0] + 4 * 2**14  # bytes: what passes choose ahead
 
 
 def test_the_deterministic_network_is_plain_torch():

@@ -80,13 +80,17 @@ def test_paper_scale_has_the_papers_values(label):
 
 
 def test_training_is_the_papers(tmp_path):
-    values = emp_uci.training(Session("paper", tmp_path), emp_uci.size_of("uci/boston", "paper"))
+    size = emp_uci.size_of("uci/boston", "paper")
+    values, decayed = (emp_uci.training(Session("paper", tmp_path), size, which) for which in (False, True))
     model = emp_uci.build("EMP", emp_uci.Size("diabetes", 5, 1, 1, 1), sb.data.load("diabetes"), 0)
-    groups = values.make_optimizer(model).param_groups
-    assert {(group["lr"], group["weight_decay"]) for group in groups} == {(1e-3, 0.01)}, (
-        "all alike, as printed"
-    )
+    groups = decayed.make_optimizer(model).param_groups
+    assert {(group["lr"], group["weight_decay"]) for group in groups} == {(1e-3, 0.01)}, "all alike"
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in values.make_optimizer(model).param_groups:
+        assert group["lr"] == 1e-3 and group["weight_decay"] in (0.0, 0.01)
+        norms = group["weight_decay"] == 0
+        assert all(("norm" in names[id(parameter)]) == norms for parameter in group["params"])
 
 
 def test_patched_networks_have_norms_and_the_others_none():

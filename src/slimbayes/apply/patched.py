@@ -19,6 +19,7 @@ from slimbayes.noise import transformed
 _LARGEST = (
     1 << 14
 )  # elements of one version: what is larger is chosen where it is used, without a copy of all versions
+_FEW, _AT_ONCE = 1 << 14, 1 << 20  # numbers that may be chosen ahead however few the inputs, however many
 
 
 def prefill_patches(layers: Iterable[tuple[Rule, Operation]], draw: Draw) -> None:
@@ -78,32 +79,76 @@ class _Patched:
         return tuple(self.points.shape[1:])
 
 
-def prefill_keyed(layers: Iterable[tuple[Rule, Operation]], draw: Draw) -> None:
+class Ahead:
+    """What the passes of one prediction choose, several passes by one evaluation: each asks for its own.
+
+    ``samples``: of the whole prediction; ``most``: numbers of its inputs, and as many may be chosen ahead. Passes have
+    as many samples as the first that asks, and follow each other.
+    """
+
+    def __init__(self, samples: int, most: int = 0) -> None:
+        self.samples, self.most = samples, most
+        self.first, self.each, self.passes = 0, 0, 0
+        self.prefilled: dict[str, tuple[Tensor, ...]] = {}  # by name, one for every pass
+        self.noises: dict[str, tuple[Tensor, ...]] = {}
+
+    def hand_over(self, draw: Draw) -> bool:
+        """Give a draw its part, if it is among those made."""
+        if draw.samples != self.each or (draw.first_sample - self.first) % self.each:
+            return False
+        place = (draw.first_sample - self.first) // self.each
+        if not 0 <= place < self.passes:
+            return False
+        draw.prefilled.update({name: parts[place] for name, parts in self.prefilled.items()})
+        draw.noises.update({source: parts[place] for source, parts in self.noises.items()})
+        return True
+
+    def begin(self, draw: Draw, passes: int) -> None:
+        """Room for so many passes, of which this draw is the first."""
+        self.first, self.each, self.passes = draw.first_sample, draw.samples, passes
+        self.prefilled, self.noises = {}, {}
+
+    def room(self, draw: Draw, numbers: int) -> int:
+        """How many passes to make at once, when one chooses so many numbers."""
+        left = max(self.samples - draw.first_sample, draw.samples) // draw.samples
+        return max(1, min(left, min(max(self.most, _FEW), _AT_ONCE) // max(numbers, 1)))
+
+
+def prefill_keyed(layers: Iterable[tuple[Rule, Operation]], draw: Draw, ahead: Ahead | None = None) -> None:
     """Of a draw with a seed: the keyed noise of all patches by one evaluation, and what it chooses of the small ones.
 
     The generator takes a hundred small operations whatever it makes: once per layer they would cost more than a
-    network's pass over a few hundred rows. The numbers are those that the layers would have made.
+    network's pass over a few hundred rows, and once per pass as much as a part of it. So it makes what the passes
+    after this one need too, where there is an ``ahead`` to keep it. The numbers are those that the layers would make.
     """
     if not fast.paths.factors or draw.noise == "mean" or draw.component_ids is not None:
         return
     if not isinstance(draw.seed, int) or torch.compiler.is_compiling() or transformed():
         return
+    ahead = Ahead(draw.samples) if ahead is None else ahead
+    if ahead.hand_over(draw):
+        return
     places: dict[tuple[torch.device, torch.dtype, int], list[_Patched]] = {}
     for each in _tensors(layers):
         places.setdefault(each.place, []).append(each)
+    numbers = sum(m.points[0].numel() for members in places.values() for m in members)
+    passes = ahead.room(draw, draw.components * draw.samples * numbers)
+    ahead.begin(draw, passes)
     for (device, dtype, _), members in places.items():
         counts = {m.source: m.points[0].numel() if m.per_element else 1 for m in members}
-        samples = torch.arange(draw.samples, device=device) + draw.first_sample
+        samples = torch.arange(passes * draw.samples, device=device) + draw.first_sample
         noise_type = torch.promote_types(dtype, torch.float32)
         u = keyed_uniforms(draw.seed, tuple(counts.items()), draw.components, samples, noise_type)
         if u is None:
             continue
-        noise = dict(zip(counts, u.split(list(counts.values()), 1), strict=True))
+        by_pass = u.view(draw.components, passes, draw.samples, -1).transpose(0, 1)  # [P, C, S, Σ counts]
+        noise = dict(zip(counts, by_pass.split(list(counts.values()), 3), strict=True))
         for m in members:
             if m.alone:
                 shape = m.shape if m.per_element else ()
-                draw.noises[m.source] = noise[m.source].reshape(draw.components, draw.samples, 1, *shape)
-        _choose([m for m in members if not m.alone], noise, draw)
+                ahead.noises[m.source] = noise[m.source].unflatten(3, (1, *shape)).unbind()
+        _choose([m for m in members if not m.alone], noise, ahead)
+    ahead.hand_over(draw)
 
 
 def _tensors(layers: Iterable[tuple[Rule, Operation]]) -> Iterator[_Patched]:
@@ -120,14 +165,16 @@ def _tensors(layers: Iterable[tuple[Rule, Operation]]) -> Iterator[_Patched]:
                 yield _Patched(name, points, source, rule.per_element, alone)
 
 
-def _choose(members: list[_Patched], noise: dict[str, Tensor], draw: Draw) -> None:
-    """Versions [draws, *shape] of all members by one gather."""
+def _choose(members: list[_Patched], noise: dict[str, Tensor], ahead: Ahead) -> None:
+    """Versions [draws, *shape] of all members for every pass, by one gather."""
     if not members:
         return
     components = members[0].points.shape[0]
     widths = [m.points[0].numel() for m in members]
-    u = torch.cat([noise[m.source].expand(-1, w) for m, w in zip(members, widths, strict=True)], 1)
-    index = (u * components).long().clamp_(max=components - 1)  # [draws, Σ widths], as ``Mixing`` has it
+    parts = [noise[m.source].expand(-1, -1, -1, w) for m, w in zip(members, widths, strict=True)]
+    u = torch.cat(parts, 3).flatten(1, 2)  # [P, draws, Σ widths]
+    index = (u * components).long().clamp_(max=components - 1)  # as ``Mixing`` has it
     flat = torch.cat([m.points.reshape(components, -1) for m in members], 1)
-    for m, part in zip(members, flat.gather(0, index).split(widths, 1), strict=True):
-        draw.prefilled[f"{m.name} chosen"] = part.reshape(-1, *m.shape)
+    chosen = flat.gather(0, index.flatten(0, 1)).view(u.shape)
+    for m, part in zip(members, chosen.split(widths, 2), strict=True):
+        ahead.prefilled[f"{m.name} chosen"] = part.unflatten(2, m.shape).unbind()

@@ -105,12 +105,15 @@ def compiled(function: Callable[..., Tensor], name: str, mode: str) -> Callable[
     """The function as the mode wants it: ours by the library's own compile, a peer's even with breaks in its graph."""
     if mode == "eager":
         return function
-    options: dict[str, Any] = {"mode": "reduce-overhead"} if mode == "graphs" else {}
     compiler = getattr(sb, "compile", torch.compile) if name in CONTENDERS else torch.compile
     result: Callable[..., Tensor] = compiler(
-        distinct(function, name), fullgraph=name == REFERENCE or name in CONTENDERS, **options
+        distinct(function, name), fullgraph=name == REFERENCE or name in CONTENDERS, **_options(mode)
     )
     return result
+
+
+def _options(mode: str) -> dict[str, Any]:
+    return {"mode": "reduce-overhead"} if mode == "graphs" else {}
 
 
 def precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -200,11 +203,13 @@ def _prediction(
             samples = max(1, HEAD_DRAWS // components)
         model = sb.bayesianize(plain, method, **({"include": network.head} if phase == "head" else {}))
         noise = contender.noise
+        # Of many passes the network alone is compiled: all of them in one graph would be too much for a compiler.
+        drawn: Any = torch.compile(model, **_options(mode)) if phase == "many" and mode != "eager" else model
 
         def function(x: Tensor) -> Tensor:
             with precision(device):
                 return sb.predict(
-                    model, x, samples=samples, noise=noise, chunk=chunk, keep_draws=chunk is None
+                    drawn, x, samples=samples, noise=noise, chunk=chunk, keep_draws=chunk is None
                 ).mean
 
     else:
@@ -218,7 +223,7 @@ def _prediction(
     batch = {"small": SMALL[1], "head": network.rows, "many": network.rows}.get(phase, whole)
     x, _ = inputs(network, batch, device)
     model.eval()
-    run = compiled(function, name, mode)
+    run = compiled(function, name, "eager" if phase == "many" else mode)
 
     def step() -> Tensor:
         with torch.no_grad():

@@ -84,7 +84,7 @@ def jobs(config: BenchConfig, results: Results) -> Iterator[Job]:
             for phase in network.phases:
                 if config.phases and phase not in config.phases:
                     continue
-                for mode in config.modes if phase != "many" else ("eager",):
+                for mode in config.modes:
                     wanted = _contenders(config, group, phase, network.peers)
                     missing = tuple(
                         method for method in wanted if results.find(group, name, phase, mode, method) is None

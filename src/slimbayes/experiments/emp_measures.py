@@ -21,6 +21,7 @@ from slimbayes.predict import predict
 from slimbayes.training.step import channels_last
 
 VERSION = 1  # raise it when a function here changes what it gives
+COST = 2  # of ``cost``
 _ROUNDS = {"smoke": 1, "desk": 3, "gpu": 5, "paper": 5}
 
 
@@ -122,13 +123,13 @@ def _corrupted(session: Session, clean: Split, shift: Shift, severity: int) -> S
 def cost(session: Session, job: Job, plain: Job) -> dict[str, float]:
     """S draws of some rows against S deterministic passes of the same rows, in turn; kept beside the network.
 
-    "ratio" is the median over rounds; "memory" the peak of S draws over that of one, in chunks of the same rows,
-    where the device counts its memory.
+    "ratio" is the median over rounds, on a GPU also with both networks compiled ("compiled"); "memory" the peak of S
+    draws over that of one, in chunks of the same rows, where the device counts its memory.
     """
     size, trained = size_of(job.setting, session.scale), train(session, job)
     samples = size.samples[-1]
     rows = min(512, size.chunk, len(prepare(session, job.setting).data.test))
-    key = f"cost of {samples} draws of {rows} rows, version {VERSION}"
+    key = f"cost of {samples} draws of {rows} rows, version {COST}"
     return dict(session.kept(trained, key, lambda: _cost(session, job, plain, samples, rows)))
 
 
@@ -137,27 +138,36 @@ def _cost(session: Session, job: Job, plain: Job, samples: int, rows: int) -> di
     raw = prepare(session, job.setting).data.test.inputs[:rows]
     x = inputs_of(session, job.setting)(raw.to(session.device))
 
-    def draws(count: int) -> Tensor:
-        return predict(model, x, samples=count, seed=0, chunk=rows, keep_draws=False).mean
+    def draws(network: nn.Module, count: int) -> Tensor:
+        return predict(network, x, samples=count, seed=0, chunk=rows, keep_draws=False).mean
 
-    def passes() -> Tensor:
+    def passes(network: nn.Module) -> Tensor:
         total = torch.zeros((), device=x.device)
         with torch.no_grad():
             for _ in range(samples):
-                total = total + vanilla(x).float().softmax(-1)
+                total = total + network(x).float().softmax(-1)
         return total / samples
 
-    with evaluation(session, 0):
+    def ratio(network: nn.Module, other: nn.Module) -> float:
         ratios = []
         for turn in range(1 + _ROUNDS[session.scale]):
-            ours, theirs = (_seconds(session, run) for run in (lambda: draws(samples), passes))
+            ours = _seconds(session, lambda: draws(network, samples))
+            theirs = _seconds(session, lambda: passes(other))
             if turn:  # the first has the libraries' choices in it
                 ratios.append(ours / theirs)
-        found = {"ratio": statistics.median(ratios)}
+        return statistics.median(ratios)
+
+    with evaluation(session, 0):
+        found = {"ratio": ratio(model, vanilla)}
         if session.device.type == "cuda":
-            peaks = [_peak(session, lambda count=count: draws(count)) for count in (1, samples)]  # type: ignore[misc]
+            peaks = [_peak(session, lambda count=count: draws(model, count)) for count in (1, samples)]  # type: ignore[misc]
             found |= {"memory": peaks[1] / peaks[0], "peak_mib": peaks[1] / 2**20}
+            found["compiled"] = ratio(*(_compiled(network) for network in (model, vanilla)))
     return found
+
+
+def _compiled(network: nn.Module) -> nn.Module:
+    return torch.compile(network)  # type: ignore[return-value]
 
 
 def _seconds(session: Session, run: Callable[[], Tensor]) -> float:

@@ -59,6 +59,7 @@ class Training:
     momentum: float = 0.9  # of SGD, with Nesterov's step
     weight_decay: float = 0.0  # AdamW only: decoupled
     l2: float = 0.0  # SGD and Adam: l2 · Σw² in the loss, as the papers write it (torch's weight_decay / 2)
+    decay_norms: bool = True  # whether l2 and weight_decay touch what belongs to norms
     factor_lr_multiplier: float = 1.0  # of rank-1 factors
     schedule: str = "cosine"
     milestones: tuple[float, ...] = (
@@ -118,7 +119,7 @@ class Training:
 
     def _check_types(self) -> None:
         """A file may hold anything: text, lists and nothing where numbers belong."""
-        for name in ("compile", "capture", "channels_last", "augment"):
+        for name in ("compile", "capture", "channels_last", "augment", "decay_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not isinstance(self.accelerator, str):
@@ -190,7 +191,7 @@ class Training:
     def optimizer_groups(self, model: nn.Module, others: Iterable[nn.Parameter] = ()) -> list[dict[str, Any]]:
         """``sb.parameter_groups`` with these settings' rates and decay and, undecayed, other parameters."""
         decay = self.weight_decay if self.optimizer == "adamw" else 2 * self.l2
-        groups = parameter_groups(model, self.lr, decay, self.factor_lr_multiplier)
+        groups = parameter_groups(model, self.lr, decay, self.factor_lr_multiplier, self.decay_norms)
         rest = list(others)
         if rest:
             groups.append({"name": "likelihood", "params": rest, "lr": self.lr, "weight_decay": 0.0})

@@ -14,9 +14,6 @@ from slimbayes.draws import FlatInputs, out_of_memory
 from slimbayes.likelihoods import Likelihood
 from slimbayes.predictive import Moments, Predictive
 
-_HELD = (
-    1 << 20
-)  # outputs whose moments are taken at once: of small ones a pass each costs as much as some layers
 Run = Callable[[FlatInputs, int, int, int], Tensor]  # (inputs, samples, first sample, first example)
 
 

@@ -177,6 +177,11 @@ def _robust(number: int, printed: Printed, metric: str, title: str, shows: str) 
 
 
 _NORMS = "EMP(components=5, patch=('norm',))"
+_STARTS = {
+    f"{kind}, start {noise}": f"{kind}(components=5, patch=('norm', 'output'), init_noise={noise})"
+    for kind in ("EMP", "ECMP")
+    for noise in (0.0, 0.03)
+}
 _EXTRAS = replace(
     _CIFAR100, name="cifar100-extras",
     methods={
@@ -184,9 +189,11 @@ _EXTRAS = replace(
         "EMP, learned mixing": "EMP(components=5, patch=('norm', 'output'), learn_mixing=True)",
         "EMP, own statistics": "EMP(components=5, patch=('norm', 'output'), own_statistics=True)",
         "EMP on norms": _NORMS, "EMP on norms, Rank1 elsewhere": _NORMS, "EMP on norms, dropout elsewhere": _NORMS,
+        "ECMP": _PATCHED["ECMP"], **_STARTS,
     },
     inputs="Ours, not the paper's. 5,000 training examples are held out for the weights of stacking. Elsewhere: "
-    f"Rank1(components=1), or MCDropout(rate=0.005), on all other layers. {_CIFAR100.inputs}",
+    "Rank1(components=1), or MCDropout(rate=0.005), on all other layers. Start: the standard deviation by which "
+    f"components start apart, where it is another. {_CIFAR100.inputs}",
 )  # fmt: skip
 _FOUR_MAIN = replace(
     _IMAGENET, methods={k: v for k, v in _IMAGENET.methods.items() if not k.endswith("(BN)")}
@@ -283,7 +290,7 @@ ENTRIES: tuple[Experiment, ...] = (
     Experiment(
         "emp/extras", "Beyond: extras", "What the paper leaves to future work",
         "Ours: learned mixing probabilities, weights of draws fitted on held-out data (sb.stack), BatchNorm statistics "
-        "of every component, and EMP on norms with other methods elsewhere; which of them help.",
+        "of every component, EMP on norms with other methods elsewhere, and other starts; which of them help.",
         (_EXTRAS,), ("overhead_percent", *_QUALITY, "nll"), errata=_ERRATA, beyond=True,
     ),
 )  # fmt: skip

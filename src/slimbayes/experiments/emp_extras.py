@@ -15,7 +15,7 @@ from slimbayes.experiments.emp_measures import (
     inputs_of,
     ready,
 )
-from slimbayes.experiments.emp_recipes import Job, prepare, size_of
+from slimbayes.experiments.emp_recipes import STARTS, Job, prepare, size_of
 from slimbayes.experiments.networks import Trained
 from slimbayes.experiments.outcome import Table
 from slimbayes.experiments.session import Session
@@ -32,6 +32,8 @@ REFERENCES = {
     "EMP on norms": "EMP",
     "EMP on norms, Rank1 elsewhere": "EMP on norms",
     "EMP on norms, dropout elsewhere": "EMP on norms",
+    "ECMP": "EMP",
+    **{f"{kind}, start {noise}": kind for kind in ("EMP", "ECMP") for noise in STARTS},
 }
 
 

@@ -37,6 +37,8 @@ def measure(session: Session, job: Job) -> float:
         corruption_rates(session, found, job)
     else:
         by_samples(session, found, job)
+    if job.setting == EXTRAS:
+        by_samples(session, found, job, "validation")
     if (job.setting, job.label) == (EXTRAS, "EMP"):
         stacked(session, found, job)
     return found.seconds
@@ -59,12 +61,14 @@ def _order(job: Job) -> int:
 IMAGES = Paper(measure, facts, deviations, _order, SETTINGS)
 
 
-def found_of(session: Session, setting: str, labels: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def found_of(
+    session: Session, setting: str, labels: Sequence[str], split: str = "test"
+) -> dict[str, list[dict[str, Any]]]:
     """What was measured of the rows' networks, seed by seed: figures by number of draws."""
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in labels}
     for job in jobs_of(session, setting):
         if job.label in found:
-            found[job.label].append(by_samples(session, train(session, job), job))
+            found[job.label].append(by_samples(session, train(session, job), job, split))
     return found
 
 
@@ -227,7 +231,12 @@ def extras(session: Session, setting: str) -> Outcome:
             figures = stacked(session, train(session, job), job)
             shares = {name: table.mean("EMP", name) for name in ("parameters", "overhead_percent")}
             table.add(STACKED, {**figures, **shares}, figures["errors"])
-    outcome.tables += [table, gains(table)]
+    words = f"{title(session, setting)}: on held-out examples, by which a start is chosen"
+    held = Table(f"{setting}-held-out", words, ("accuracy", "nll", "ece_percent"))
+    for label, seeds in found_of(session, setting, list(WAYS[setting]), "validation").items():
+        for figures in map(_largest, seeds):
+            held.add(label, figures, figures["errors"])
+    outcome.tables += [table, gains(table), held]
     outcome.deviations.append(words_of_stacking(session, setting))
     return outcome
 

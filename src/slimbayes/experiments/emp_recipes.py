@@ -15,6 +15,7 @@ PENALTY = 0.001  # λ = PENALTY / batch size
 RATE = 0.005  # of dropout
 # Random components, as Algorithm 1 has them: about the output layer's own initial spread. The paper does not say more.
 INIT_NOISE = 0.1
+STARTS = (0.0, 0.03)  # other standard deviations that are tried
 PAD = 4
 SCALING = Scaling(
     tuple(value / 255 for value in (125.3, 123.0, 113.9)),
@@ -60,8 +61,8 @@ SIZES: dict[tuple[str, str], Size] = {
 SETTINGS = tuple(dict.fromkeys(setting for setting, _ in SIZES))
 
 
-def _patched(kind: str, patch: str = "'norm', 'output'", more: str = "") -> str:
-    return f"{kind}(components={COMPONENTS}, patch=({patch},), init_noise={INIT_NOISE}{more})"
+def _patched(kind: str, patch: str = "'norm', 'output'", more: str = "", noise: float = INIT_NOISE) -> str:
+    return f"{kind}(components={COMPONENTS}, patch=({patch},), init_noise={noise}{more})"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,11 @@ WAYS: dict[str, dict[str, Way]] = {
         "EMP on norms, dropout elsewhere": Way(
             _patched("EMP", "'norm'"), "norm", f"MCDropout(rate={RATE})", keyed=False
         ),
+        "ECMP": Way(_patched("ECMP")),
+        **{
+            f"{kind}, start {noise}": Way(_patched(kind, noise=noise))
+            for kind in ("EMP", "ECMP") for noise in STARTS
+        },
     },
 }  # fmt: skip
 WAYS["cifar100-pyramidnet"] = WAYS["cifar100"]

@@ -1,7 +1,7 @@
 """Seconds per step of N small networks trained at once by ``sb.fit_many``, against ``sb.fit`` on one after the other.
 
     python bench/many.py --networks 20 --epochs 100
-    python bench/many.py --device cuda --capture --compile --epochs 400 --output bench/results/many-gpu.json
+    python bench/many.py --device cuda --capture --epochs 400 --output bench/results/many-gpu.json
 
 The network, the batches and the methods are those of the EMP paper's regressions: one hidden layer of 50 units, batches
 of 100, Adam. The two sides take turns, round after round, and the ratio is the median of the rounds' ratios. One by one

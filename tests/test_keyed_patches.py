@@ -132,6 +132,81 @@ def test_the_generator_runs_once_for_many_passes(monkeypatch):
     assert calls[1:] == [8, 8, 4], "no more than should be held at a time"
 
 
+def test_a_large_layer_of_one_index_leaves_room(monkeypatch):
+    net = nn.Sequential(nn.Linear(64, 512), nn.LayerNorm(512), nn.Linear(512, 1000))
+    model, calls = sb.bayesianize(net, sb.EMP(5)).eval(), []
+    made = patched.keyed_uniforms
+    monkeypatch.setattr(patched, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
+    sb.predict(model, torch.randn(64, 64), samples=12, seed=0, chunk=64)
+    assert calls == [12]
+
+
+def test_no_memory_to_choose_ahead_is_one_pass_at_a_time(monkeypatch):
+    torch.manual_seed(0)
+    model, x = sb.bayesianize(Tied(), METHODS["EMP"]).eval(), torch.randn(4, 6)
+    whole = sb.predict(model, x, samples=6, seed=9, noise="shared").draws
+    made, calls = patched.keyed_uniforms, []
+
+    def short(*rest):
+        calls.append(len(rest[3]))
+        if len(rest[3]) > 2:
+            raise torch.OutOfMemoryError("no memory left")
+        return made(*rest)
+
+    monkeypatch.setattr(patched, "keyed_uniforms", short)
+    cut = sb.predict(model, x, samples=6, seed=9, noise="shared", chunk=8)
+    assert calls == [6, 2, 2, 2], "tried once"
+    torch.testing.assert_close(cut.draws, whole)
+
+
+def test_weights_that_change_between_passes_are_chosen_from_anew():
+    def predicted(**paths):
+        torch.manual_seed(0)
+        model = sb.bayesianize(
+            nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), sb.EMP(3, init_noise=0.5)
+        ).eval()
+
+        def change(module, inputs, output):
+            with torch.no_grad():
+                model[1].weight.mul_(1.5)
+
+        model[1].register_forward_hook(change)
+        with sb.fast_paths(**paths):
+            return sb.predict(model, torch.ones(4, 6), samples=5, seed=9, chunk=4).draws
+
+    torch.testing.assert_close(predicted(), predicted(factors=False))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("way", ["wrapped", "in place", "inside"])
+def test_networks_that_write_their_outputs_to_the_same_place(way, keep):
+    """As compiled to CUDA graphs they do; the outputs are few, so that those of several passes are held."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    model, x = sb.bayesianize(net, sb.ECMP(3, init_noise=0.5)).eval(), torch.randn(4, 256)
+    whole = sb.predict(model, x, samples=6, seed=9).mean
+
+    def backend(graph, inputs):
+        places = []
+
+        def run(*args):
+            outputs = graph(*args)
+            places[:] = places or [torch.empty_like(output) for output in outputs]
+            return [place.copy_(output) for place, output in zip(places, outputs, strict=True)]
+
+        return run
+
+    if way == "wrapped":
+        model = torch.compile(model, backend=backend)
+    elif way == "in place":
+        model.compile(backend=backend)
+    else:
+        model[2].compile(backend=backend)
+    with sb.fast_paths(late=False):
+        found = sb.predict(model, x, samples=6, seed=9, chunk=4, keep_draws=keep)
+    torch.testing.assert_close(found.mean, whole)
+
+
 def test_memory_that_ends_in_the_middle_leaves_the_draws_as_they_are(monkeypatch):
     torch.manual_seed(0)
     model, x = sb.bayesianize(Tied(), METHODS["ECMP"]).eval(), torch.randn(4, 6)

@@ -320,6 +320,23 @@ def test_norms_are_decayed_only_where_asked(name):
     assert found.get("factors") == expected.get("factors")
 
 
+def test_norms_of_other_libraries_are_known_by_their_names():
+    class LlamaRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    class Normal(LlamaRMSNorm):
+        pass
+
+    model = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), LlamaRMSNorm(), Normal()), sb.Deterministic())
+    decayed, undecayed = sb.parameter_groups(model, 0.1, 0.1, decay_norms=False)
+    assert [id(p) for p in undecayed["params"]] == [id(model[1].weight)]
+    assert len(decayed["params"]) == 3
+    with pytest.raises(ValueError, match="decay_norms must be True or False, got 'no'"):
+        sb.parameter_groups(model, 0.1, 0.1, decay_norms="no")
+
+
 def test_rules_of_several_methods_are_grouped_by_layer():
     model = sb.bayesianize(
         small_network(), [("^0$", sb.Rank1(2)), ("^1$", sb.EMP(2, learn_mixing=True)), ("^3$", sb.KTied())]

@@ -213,3 +213,14 @@ def exhausted(error: BaseException, components: int, device: torch.device) -> st
         f"to a device with more, use a smaller dtype, or cut the inputs themselves (shorter sequences, "
         f"smaller images). The allocator said: {error}"
     )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host ran out of memory.
+
+    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(ValueError())
+    (True, False)
+    """
+    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -18,6 +18,7 @@ from slimbayes.apply.gathered import prefill_weights
 from slimbayes.apply.patched import Ahead, prefill_keyed, prefill_patches
 from slimbayes.apply.points import prefill_points
 from slimbayes.apply.rank1 import Rank1Rule
+from slimbayes.budget import out_of_memory
 from slimbayes.context import (
     NOISE_MODES,
     SEES_CHECKPOINTS,
@@ -246,17 +247,6 @@ def plan_for(
         record.late[key] = plan
         record.rows_checked = known or plan is not None
     return record.late[key]
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host ran out of memory.
-
-    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(ValueError())
-    (True, False)
-    """
-    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def check_options(samples: int, noise: str, seed: int | Supply | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from slimbayes.record import Record, converted_layers, find_record, layers_and_g
 from slimbayes.weightkl import Raw, RawPrior, divergence
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NAMED = re.compile(r"Norm(\dd)?$")  # as other libraries name theirs: LlamaRMSNorm, LayerNorm2d
 
 _STANDARD = Categorical()
 REDUCTIONS = ("average", "mixture", "logits")
@@ -269,6 +271,10 @@ class StepAnnealing:
         return min(1.0, self.coefficient * (step // self.every * self.every))
 
 
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, _NORMS) or bool(_NAMED.search(type(module).__name__))
+
+
 def parameter_groups(
     model: nn.Module,
     lr: float,
@@ -279,8 +285,8 @@ def parameter_groups(
     """Optimizer groups: decay where a weight has no prior of its own, none on factors and spreads.
 
     Decayed: shared weights, biases, norm parameters and EMP/ECMP components. Not decayed: rank-1 factors
-    (their learning rate times ``factor_lr_multiplier``), spreads, mixing logits, MeanField and KTied means; without
-    ``decay_norms`` nor what belongs to norms, be it patched.
+    (their learning rate times ``factor_lr_multiplier``), spreads, mixing logits, MeanField and KTied means. With
+    ``decay_norms=False`` norms are not decayed either, patched or not: torch's, and modules of any class named ...Norm.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
@@ -301,8 +307,10 @@ def parameter_groups(
         own = {id(p) for p in layer.bayes.parameters()}
         (factors if isinstance(layer.bayes, Rank1Rule) else plain).update(own)
         plain.update(id(mean) for mean in layer.bayes.means(layer))
+    if not isinstance(decay_norms, bool):
+        raise ValueError(f"decay_norms must be True or False, got {decay_norms!r}")
     if not decay_norms:
-        norms = [m for m in unwrap(model).modules() if isinstance(m, _NORMS)]
+        norms = [m for m in unwrap(model).modules() if _is_norm(m)]
         plain.update(id(p) for norm in norms for p in norm.parameters(recurse=False))
     groups: dict[str, list[nn.Parameter]] = {"decayed": [], "undecayed": [], "factors": []}
     for parameter in unwrap(model).parameters():

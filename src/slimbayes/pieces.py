@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimbayes.budget import exhausted
-from slimbayes.draws import FlatInputs, out_of_memory
+from slimbayes.budget import exhausted, out_of_memory
+from slimbayes.draws import FlatInputs
 from slimbayes.likelihoods import Likelihood
 from slimbayes.predictive import Moments, Predictive
 
+_HELD = 1 << 18  # outputs at most whose moments are taken at once
 Run = Callable[[FlatInputs, int, int, int], Tensor]  # (inputs, samples, first sample, first example)
 
 
@@ -48,8 +49,8 @@ class Pieces:
         part = self.flat.map_tiled(lambda leaf: leaf[rows], stop - start)
         pieces: list[Tensor] = []
         moments: Moments | None = None
-        # Moments of small outputs, pass by pass, cost as much as some layers: as many are held as there are inputs.
-        first, held, most = 0, 0, part.numel()
+        # Moments of small outputs, pass by pass, cost as much as some layers: a few are held, fewer than the inputs.
+        first, held, most = 0, 0, min(part.numel() // 8, _HELD)
         while first < self.samples:
             count = min(per_pass, self.samples - first)
             smallest = count == 1 and stop - start == 1

@@ -44,9 +44,10 @@ def predict(
     Runs in eval mode without gradients and restores the model's mode. ``chunk`` bounds the rows (draws ×
     examples) of one pass, at least one example of every component; None lets the free memory decide. The
     result is the same as in one pass with the same seed. A pass that runs out of memory is halved and tried
-    again. ``keep_draws=False`` keeps running moments instead of all outputs, so that memory does not
-    grow with the number of draws. ``select`` picks the tensor to score from a structured output (default: the
-    tensor itself, or ``.logits``). ``first_example`` is the index of the first example, as in ``draw``.
+    again. ``keep_draws=False`` keeps running moments instead of all outputs: memory does not grow with the number of
+    draws, but for what a few passes hold together, about as much as the inputs. ``select`` picks the tensor to score
+    from a structured output (default: the tensor itself, or ``.logits``). ``first_example`` is the index of the first
+    example, as in ``draw``.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
@@ -85,8 +86,8 @@ def predict_flat(
         place = first_example + start
         output = draw_flat(model, part, count, noise, keyed, place, first_sample, evaluated=True, ahead=ahead)
         found = scored(output, select)
-        # The next pass of a network that is compiled to CUDA graphs writes where this one did.
-        return found if model is inner or (count, part.batch) == (samples, flat.batch) else found.clone()
+        # The next pass may write where this one did: a network compiled to CUDA graphs does.
+        return found if (count, part.batch) == (samples, flat.batch) else found.clone()
 
     inner = unwrap(model)
     with torch.no_grad(), evaluating(inner):

@@ -11,6 +11,7 @@ from slimbayes import metrics
 from slimbayes.data import load as load_data
 from slimbayes.data import shifts_for
 from slimbayes.experiments import emp_checks, emp_extras, emp_figures, emp_images, emp_measures, emp_recipes
+from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.emp_figures import running_means
 from slimbayes.experiments.emp_recipes import SIZES, WAYS, Job, prepare, recipe
 from slimbayes.experiments.outcome import Outcome, Table
@@ -251,6 +252,13 @@ def test_stacked_draws_are_those_of_the_row_beside_them(session):
     plain = emp_measures.by_samples(session, trained, job)[str(samples)]
     equal = metrics.nll(draws[1].exp().mean(0), prepared.data.test.targets)
     assert plain["nll"] == pytest.approx(equal, rel=1e-4)
+
+
+def test_the_entry_names_the_methods_that_run():
+    (setting,) = find("emp/extras").settings
+    for label, way in WAYS["cifar100-extras"].items():
+        assert sb.specs.parse_method(setting.methods[label]) == sb.specs.parse_method(way.method)
+    assert set(setting.methods) == set(WAYS["cifar100-extras"])
 
 
 def test_gains_are_differences_seed_by_seed():

@@ -9,7 +9,7 @@ from training.helpers_many import METHODS, SETTINGS, distance, networks, table
 import slimbayes as sb
 from slimbayes.training import StopTraining
 from slimbayes.training.many_state import STATE
-from slimbayes.training.state import read_state
+from slimbayes.training.state import read_state, write_state
 
 
 def mixture():
@@ -119,6 +119,19 @@ def test_another_call_is_refused_and_nothing_is_touched(change, message, tmp_pat
     with pytest.raises(sb.CheckpointError, match=message):
         sb.fit_many(models, data, folder=tmp_path, **options)
     assert (tmp_path / STATE).read_bytes() == before and distance(models, kept) == 0
+
+
+def test_a_state_that_is_older_than_a_setting_has_its_default(tmp_path):
+    models, data = mixture()
+    with pytest.raises(Killed):
+        train(copy.deepcopy(models), data, folder=tmp_path, checkpoint_every=4, callback=stopper(8, Killed))
+    tensors, facts = read_state(tmp_path / STATE)
+    del facts["settings"]["decay_norms"]
+    write_state(tmp_path / STATE, tensors, facts)
+    with pytest.raises(sb.CheckpointError, match="decay_norms=True"):
+        train(copy.deepcopy(models), data, folder=tmp_path, decay_norms=False)
+    result = train(models, data, folder=tmp_path)
+    assert result.steps == train(mixture()[0], data).steps
 
 
 def test_a_damaged_state_is_an_error(tmp_path):

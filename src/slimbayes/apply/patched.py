@@ -11,6 +11,7 @@ from torch import Tensor
 from slimbayes import fast
 from slimbayes.apply.base import Operation, Rule
 from slimbayes.apply.indexed import IndexedRule
+from slimbayes.budget import out_of_memory
 from slimbayes.context import Draw
 from slimbayes.kernels.patches import choose_patches
 from slimbayes.keyed import keyed_uniforms
@@ -82,36 +83,42 @@ class _Patched:
 class Ahead:
     """What the passes of one prediction choose, several passes by one evaluation: each asks for its own.
 
-    ``samples``: of the whole prediction; ``most``: numbers of its inputs, and as many may be chosen ahead. Passes have
-    as many samples as the first that asks, and follow each other.
+    ``samples``: of the whole prediction; ``most``: numbers of its inputs, of which an eighth may be chosen ahead.
+    Passes have as many samples as the first that asks, and follow each other.
     """
 
     def __init__(self, samples: int, most: int = 0) -> None:
         self.samples, self.most = samples, most
         self.first, self.each, self.passes = 0, 0, 0
+        self.points: list[tuple[Tensor, int]] = []  # what was chosen from, and its version then
         self.prefilled: dict[str, tuple[Tensor, ...]] = {}  # by name, one for every pass
         self.noises: dict[str, tuple[Tensor, ...]] = {}
 
     def hand_over(self, draw: Draw) -> bool:
-        """Give a draw its part, if it is among those made."""
+        """Give a draw its part, if it is among those made and nothing has changed since."""
         if draw.samples != self.each or (draw.first_sample - self.first) % self.each:
             return False
         place = (draw.first_sample - self.first) // self.each
-        if not 0 <= place < self.passes:
+        if not 0 <= place < self.passes or any([points._version != was for points, was in self.points]):
             return False
         draw.prefilled.update({name: parts[place] for name, parts in self.prefilled.items()})
         draw.noises.update({source: parts[place] for source, parts in self.noises.items()})
         return True
 
-    def begin(self, draw: Draw, passes: int) -> None:
-        """Room for so many passes, of which this draw is the first."""
-        self.first, self.each, self.passes = draw.first_sample, draw.samples, passes
-        self.prefilled, self.noises = {}, {}
+    def room(self, draw: Draw, members: list[_Patched]) -> int:
+        """How many passes to make at once, of which this draw is the first."""
+        if any(m.points.is_inference() for m in members):
+            return 1  # whether they change cannot be known
+        numbers = sum(1 if m.alone and not m.per_element else m.points[0].numel() for m in members)
+        most = min(max(self.most // 8, _FEW), _AT_ONCE) // max(draw.components * draw.samples * numbers, 1)
+        return max(1, min((self.samples - draw.first_sample) // draw.samples, most))
 
-    def room(self, draw: Draw, numbers: int) -> int:
-        """How many passes to make at once, when one chooses so many numbers."""
-        left = max(self.samples - draw.first_sample, draw.samples) // draw.samples
-        return max(1, min(left, min(max(self.most, _FEW), _AT_ONCE) // max(numbers, 1)))
+    def take(self, draw: Draw, passes: int, members: list[_Patched]) -> None:
+        """Make what so many passes choose, from this draw's on."""
+        prefilled, noises = _made(draw, passes, members)
+        self.first, self.each, self.passes = draw.first_sample, draw.samples, passes
+        self.prefilled, self.noises = prefilled, noises
+        self.points = [(m.points, m.points._version) for m in members if not m.points.is_inference()]
 
 
 def prefill_keyed(layers: Iterable[tuple[Rule, Operation]], draw: Draw, ahead: Ahead | None = None) -> None:
@@ -128,14 +135,33 @@ def prefill_keyed(layers: Iterable[tuple[Rule, Operation]], draw: Draw, ahead: A
     ahead = Ahead(draw.samples) if ahead is None else ahead
     if ahead.hand_over(draw):
         return
+    members = list(_tensors(layers))
+    passes = ahead.room(draw, members)
+    if passes > 1:
+        try:
+            ahead.take(draw, passes, members)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            passes, ahead.samples = 1, 0  # from now on, too
+    if passes == 1:  # outside of the handler, which holds the memory of what failed
+        ahead.take(draw, 1, members)
+    ahead.hand_over(draw)
+
+
+Parts = dict[str, tuple[Tensor, ...]]  # by name, one tensor for every pass
+
+
+def _made(draw: Draw, passes: int, members: list[_Patched]) -> tuple[Parts, Parts]:
+    """What is chosen, and the noise of layers that choose for themselves, of as many passes from the draw's on."""
+    assert isinstance(draw.seed, int)
+    prefilled: Parts = {}
+    noises: Parts = {}
     places: dict[tuple[torch.device, torch.dtype, int], list[_Patched]] = {}
-    for each in _tensors(layers):
+    for each in members:
         places.setdefault(each.place, []).append(each)
-    numbers = sum(m.points[0].numel() for members in places.values() for m in members)
-    passes = ahead.room(draw, draw.components * draw.samples * numbers)
-    ahead.begin(draw, passes)
-    for (device, dtype, _), members in places.items():
-        counts = {m.source: m.points[0].numel() if m.per_element else 1 for m in members}
+    for (device, dtype, _), own in places.items():
+        counts = {m.source: m.points[0].numel() if m.per_element else 1 for m in own}
         samples = torch.arange(passes * draw.samples, device=device) + draw.first_sample
         noise_type = torch.promote_types(dtype, torch.float32)
         u = keyed_uniforms(draw.seed, tuple(counts.items()), draw.components, samples, noise_type)
@@ -143,12 +169,12 @@ def prefill_keyed(layers: Iterable[tuple[Rule, Operation]], draw: Draw, ahead: A
             continue
         by_pass = u.view(draw.components, passes, draw.samples, -1).transpose(0, 1)  # [P, C, S, Σ counts]
         noise = dict(zip(counts, by_pass.split(list(counts.values()), 3), strict=True))
-        for m in members:
+        for m in own:
             if m.alone:
                 shape = m.shape if m.per_element else ()
-                ahead.noises[m.source] = noise[m.source].unflatten(3, (1, *shape)).unbind()
-        _choose([m for m in members if not m.alone], noise, ahead)
-    ahead.hand_over(draw)
+                noises[m.source] = noise[m.source].unflatten(3, (1, *shape)).unbind()
+        prefilled |= _chosen([m for m in own if not m.alone], noise)
+    return prefilled, noises
 
 
 def _tensors(layers: Iterable[tuple[Rule, Operation]]) -> Iterator[_Patched]:
@@ -165,16 +191,18 @@ def _tensors(layers: Iterable[tuple[Rule, Operation]]) -> Iterator[_Patched]:
                 yield _Patched(name, points, source, rule.per_element, alone)
 
 
-def _choose(members: list[_Patched], noise: dict[str, Tensor], ahead: Ahead) -> None:
+def _chosen(members: list[_Patched], noise: dict[str, Tensor]) -> Parts:
     """Versions [draws, *shape] of all members for every pass, by one gather."""
     if not members:
-        return
+        return {}
     components = members[0].points.shape[0]
     widths = [m.points[0].numel() for m in members]
     parts = [noise[m.source].expand(-1, -1, -1, w) for m, w in zip(members, widths, strict=True)]
     u = torch.cat(parts, 3).flatten(1, 2)  # [P, draws, Σ widths]
     index = (u * components).long().clamp_(max=components - 1)  # as ``Mixing`` has it
     flat = torch.cat([m.points.reshape(components, -1) for m in members], 1)
-    chosen = flat.gather(0, index.flatten(0, 1)).view(u.shape)
-    for m, part in zip(members, chosen.split(widths, 2), strict=True):
-        ahead.prefilled[f"{m.name} chosen"] = part.unflatten(2, m.shape).unbind()
+    chosen = flat.gather(0, index.flatten(0, 1)).view(u.shape).split(widths, 2)
+    return {
+        f"{m.name} chosen": part.unflatten(2, m.shape).unbind()
+        for m, part in zip(members, chosen, strict=True)
+    }

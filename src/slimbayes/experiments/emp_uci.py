@@ -185,7 +185,7 @@ def _trained(session: Session, job: Job, size: Size, data: list[Dataset], folder
     result = fit_many(
         models, [data[split] for _, split in rows], values, seeds=[split for _, split in rows], folder=folder,
         likelihood=[loss_of(label, data[split].num_outputs) for label, split in rows],
-        callback=lambda step, found: session.check_time(), progress=session.progress, label=job.setting,
+        callback=lambda step, found: session.check_time(), progress=session.progress, label=job.words(),
     )  # fmt: skip
     session.say(f"{job.words()}: {len(models)} networks in {result.seconds:.1f} s")
     found: dict[str, dict[str, list[float]]] = {}

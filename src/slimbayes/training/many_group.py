@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimbayes.budget import out_of_memory
 from slimbayes.data.files import permutations
-from slimbayes.draws import out_of_memory
 from slimbayes.training.many_inputs import Member
 from slimbayes.training.many_noise import NoisePlan, Request
 from slimbayes.training.many_stack import BASELINE, Stack, explained

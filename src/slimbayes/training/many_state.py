@@ -13,6 +13,7 @@ from slimbayes.likelihoods import Likelihood
 from slimbayes.record import find_record
 from slimbayes.training.keeping import FREE, method_text
 from slimbayes.training.many_group import Group
+from slimbayes.training.settings import Training
 from slimbayes.training.state import (
     optimizer_tensors,
     read_state,
@@ -56,6 +57,8 @@ def take_up(run: Run, resume: bool) -> None:
     if not path.exists():
         return
     tensors, facts = read_state(path)
+    # Settings that are newer than the file had no other value than their default.
+    facts["settings"] = {**_bound(Training()), **facts["settings"]}
     for key, now in _identity(run).items():
         if facts.get(key) != now:
             raise CheckpointError(
@@ -82,9 +85,14 @@ def _restore(group: Group, tensors: dict[str, Tensor], plain: dict[str, Any], st
     group.step.fill_(group.done)
 
 
+def _bound(settings: Training) -> dict[str, Any]:
+    """The settings that a run goes on with; as JSON has them."""
+    found = {name: value for name, value in settings.to_dict().items() if name not in _FREE}
+    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
 def _identity(run: Run) -> dict[str, Any]:
     """What the call that goes on must share with the one that was stopped, as JSON gives it back."""
-    bound = {name: value for name, value in run.settings.to_dict().items() if name not in _FREE}
     networks: list[dict[str, Any]] = []
     for group in run.groups:
         method = method_text(find_record(group.stack.objective.model))
@@ -98,7 +106,7 @@ def _identity(run: Run) -> dict[str, Any]:
                 }
             )  # fmt: skip
     networks.sort(key=lambda entry: entry["index"])
-    return json.loads(json.dumps({"settings": bound, "networks": networks}))  # type: ignore[no-any-return]
+    return json.loads(json.dumps({"settings": _bound(run.settings), "networks": networks}))  # type: ignore[no-any-return]
 
 
 def _text(likelihood: Likelihood) -> str:

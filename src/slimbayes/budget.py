@@ -1,4 +1,4 @@
-"""How much memory a pass takes, and how many examples and samples fit into what there is."""
+"""How much memory a pass takes, how many examples and samples fit into what there is, and what says that it ended."""
 
 from __future__ import annotations
 

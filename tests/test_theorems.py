@@ -321,12 +321,15 @@ def test_norms_are_decayed_only_where_asked(name):
 
 
 def test_norms_of_other_libraries_are_known_by_their_names():
-    class LlamaRMSNorm(nn.Module):
+    class Scale(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4))
 
-    class Normal(LlamaRMSNorm):
+    class LlamaRMSNorm(Scale):
+        pass
+
+    class Normal(Scale):
         pass
 
     model = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), LlamaRMSNorm(), Normal()), sb.Deterministic())

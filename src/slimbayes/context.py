@@ -42,20 +42,28 @@ class Late(ABC):
         """The output of a random layer, on its way on."""
 
 
+@dataclass(frozen=True)
+class Request:
+    """Standard noise that a network asks for: of this size, for the use numbered ``stream`` of ``source`` in a draw."""
+
+    kind: str
+    source: str
+    stream: int
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """By which the noise is found."""
+        return f"{self.source} {self.stream}"
+
+
 class Supply(ABC):
     """Noise that somebody else makes: it stands in the place of a draw's seed (``training/many_noise.py``)."""
 
     @abstractmethod
-    def noise(
-        self,
-        kind: str,
-        source: str,
-        stream: int,
-        size: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
-        """Standard noise of this size for the use numbered ``stream`` of ``source`` in this draw."""
+    def noise(self, request: Request, device: torch.device) -> Tensor:
+        """Standard noise as it is asked for."""
 
 
 @dataclass
@@ -222,7 +230,7 @@ class Frame:
             stream = draw.calls.get(source, 0)
             draw.calls[source] = stream + 1
             size = (self.components, self.samples, examples, *shape)
-            return draw.seed.noise(kind, source, stream, size, dtype, device)
+            return draw.seed.noise(Request(kind, source, stream, size, dtype), device)
         component_ids = draw.component_ids
         if component_ids is None:
             component_ids = torch.arange(self.components, device=device)
@@ -273,7 +281,8 @@ def choose_components(total: int, count: int, seed: int | Supply | None, device:
     if seed is None:
         return torch.randperm(total, device=device)[:count]
     if isinstance(seed, Supply):
-        return seed.noise("uniform", "components", 0, (total,), torch.float32, device).argsort()[:count]
+        request = Request("uniform", "components", 0, (total,), torch.float32)
+        return seed.noise(request, device).argsort()[:count]
     key = _constant_layer_key(seed, "components")
     return (
         keyed_noise("uniform", key, 0, None, None, None, (total,), torch.float32, device)

@@ -24,8 +24,7 @@ from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.record import Record, converted_layers, find_record, layers_and_groups, unwrap
 from slimbayes.weightkl import Raw, RawPrior, divergence
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_NAMED = re.compile(r"Norm(\dd)?$")  # as other libraries name theirs: LlamaRMSNorm, LayerNorm2d
+_NORM = re.compile(r"Norm(\dd)?$")  # torch's, and as other libraries name theirs: LlamaRMSNorm, LayerNorm2d
 
 _STANDARD = Categorical()
 REDUCTIONS = ("average", "mixture", "logits")
@@ -272,7 +271,7 @@ class StepAnnealing:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, _NORMS) or bool(_NAMED.search(type(module).__name__))
+    return any(_NORM.search(kind.__name__) for kind in type(module).__mro__)
 
 
 def parameter_groups(

@@ -116,7 +116,8 @@ def test_dropout_masks_follow_the_formula():
 
 
 def test_noise_has_its_moments_and_depends_on_everything_that_it_is_for():
-    from slimbayes.training.many_noise import NoisePlan, Request
+    from slimbayes.context import Request
+    from slimbayes.training.many_noise import NoisePlan
 
     size, count = (1, 2, 5, 1000), 10_000
     requests = [

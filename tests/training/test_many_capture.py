@@ -215,7 +215,8 @@ def test_compiled_steps_are_the_same_steps(monkeypatch):
 
 @pytest.mark.uncounted
 def test_compiled_noise_is_the_same_noise():
-    from slimbayes.training.many_noise import NoisePlan, Request
+    from slimbayes.context import Request
+    from slimbayes.training.many_noise import NoisePlan
     from slimbayes.training.many_tracing import compiled_noise
 
     kinds = ("normal", "uniform", "sign", "cauchy")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.draws import draw, evaluating
+from slimbayes.apply.patched import Ahead
+from slimbayes.draws import draw_flat, evaluating, flatten_inputs
 from slimbayes.metrics import Reliability
 from slimbayes.record import find_record
 
@@ -34,14 +35,13 @@ def passes(
     size = max(1, min(len(inputs), chunk // components))
     for start in range(0, len(inputs), size):
         x = prepare(inputs[start : start + size])
-        most, done = max(1, chunk // (components * len(x))), 0
+        flat = flatten_inputs(model, (x,), {}, ())
+        most, done, ahead = max(1, chunk // (components * len(x))), 0, Ahead(stops[-1], flat.numel())
         for stop in stops:
             while done < stop:
                 step = min(most, stop - done)
                 with torch.no_grad(), evaluating(model):
-                    logits = draw(
-                        model, x, samples=step, seed=seed, first_example=first + start, first_sample=done
-                    )
+                    logits = draw_flat(model, flat, step, "example", seed, first + start, done, True, ahead)
                 done += step
                 yield slice(start, start + len(x)), done, logits.float().softmax(-1)
 

@@ -12,7 +12,6 @@ from typing import Any
 from slimbayes.experiments.emp_regressions import LPD, RMSE, SETS
 from slimbayes.experiments.emp_uci import (
     METHODS,
-    PATCHED,
     TAU,
     Job,
     figures,
@@ -35,22 +34,24 @@ def table(metric: str, session: Session, setting: str) -> Outcome:
     known = figures(session, Job(setting))
     found = known["figures"]
     printed = RMSE if metric == "rmse" else LPD
-    made = Table(metric, printed.title, tuple(METHODS), over="splits")
-    made.rows[label] = Row({method: found[method][metric] for method in METHODS})
+    made = _row(metric, printed.title, label, found, metric)
     also = figures(session, Job(setting, decayed=True))["figures"]
     words = f"{printed.title} with norms decayed as well"
-    decayed = Table(f"{metric}-decayed", words, PATCHED, over="splits")
-    decayed.rows[label] = Row({method: also[method][metric] for method in PATCHED})
-    outcome = Outcome([made, decayed])
+    outcome = Outcome([made, _row(f"{metric}-decayed", words, label, also, metric)])
     if metric == "rmse":
-        fitted = Table("train", "RMSE on the training data", tuple(METHODS), over="splits")
-        fitted.rows[label] = Row({method: found[method]["train_rmse"] for method in METHODS})
-        outcome.tables.append(fitted)
+        outcome.tables.append(_row("train", "RMSE on the training data", label, found, "train_rmse"))
     if size_of(setting, session.scale).data == setting and label != "Protein":
         outcome.checks += _checks(label, metric, made, known["target_std"])
     if label == "Protein":
         outcome.deviations.append(_protein(outcome, metric, known["target_std"][0]))
     return outcome
+
+
+def _row(name: str, words: str, label: str, found: dict[str, dict[str, list[float]]], metric: str) -> Table:
+    """A table of one row: a metric of every method, split by split."""
+    table = Table(name, words, tuple(found), over="splits")
+    table.rows[label] = Row({method: figures[metric] for method, figures in found.items()})
+    return table
 
 
 def _checks(label: str, metric: str, made: Table, spread: Sequence[float]) -> list[dict[str, Any]]:
@@ -101,7 +102,12 @@ def facts(session: Session, setting: str, done: Sequence[Job]) -> dict[str, Any]
     """What was run of a data set, as plain values."""
     size = size_of(setting, session.scale)
     methods = {label: [text] for label, text in METHODS.items()}
-    return {**asdict(size), "splits": splits_run(session, size), "methods": methods}
+    return {
+        **asdict(size),
+        "splits": splits_run(session, size),
+        "methods": methods,
+        "decay_norms": [False, True],
+    }
 
 
 def deviations(session: Session, setting: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -45,7 +46,7 @@ def take_up(run: Run) -> list[Row]:
         return []
     tensors, facts = read_state(path)
     # Settings that are newer than the file had no other value than their default.
-    facts["settings"] = {**_bound(Training()), **facts["settings"]}
+    facts["settings"] = {**bound(Training()), **facts["settings"]}
     for key, value in _identity(run).items():
         if facts.get(key) != value:
             raise CheckpointError(
@@ -83,7 +84,7 @@ def put_weights(run: Run, tensors: dict[str, Tensor]) -> None:
 def _identity(run: Run) -> dict[str, Any]:
     """What a resumed run must share with the one that was stopped, as JSON gives it back."""
     found = {
-        "settings": _bound(run.settings), "num_data": run.source.num_data, "per_epoch": run.per_epoch,
+        "settings": bound(run.settings), "num_data": run.source.num_data, "per_epoch": run.per_epoch,
         "method": method_text(find_record(run.model)), "data": run.fingerprint,
     }  # fmt: skip
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
@@ -97,9 +98,10 @@ def method_text(record: Record) -> str:
     )
 
 
-def _bound(settings: Training) -> dict[str, Any]:
-    """The settings that a resumed run must share."""
-    return {name: value for name, value in settings.to_dict().items() if name not in FREE}
+def bound(settings: Training, free: Sequence[str] = FREE) -> dict[str, Any]:
+    """The settings that a resumed run must share, as JSON gives them back."""
+    found = {name: value for name, value in settings.to_dict().items() if name not in free}
+    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

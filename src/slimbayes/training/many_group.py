@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from slimbayes.budget import out_of_memory
+from slimbayes.context import Request
 from slimbayes.data.files import permutations
 from slimbayes.training.many_inputs import Member
-from slimbayes.training.many_noise import NoisePlan, Request
+from slimbayes.training.many_noise import NoisePlan
 from slimbayes.training.many_stack import BASELINE, Stack, explained
 from slimbayes.training.many_tracing import Traced, compiled_noise
 from slimbayes.training.monitor import Row

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from slimbayes.context import Supply
+from slimbayes.context import Request, Supply
 from slimbayes.keyed import from_words, layer_key, philox
 
 _NEUTRAL = {
@@ -24,25 +23,9 @@ _NEUTRAL = {
 }  # what stands for noise in the first pass; else 0
 
 
-@dataclass(frozen=True)
-class Request:
-    """One noise that a network asks for in every step."""
-
-    kind: str
-    source: str
-    stream: int
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def name(self) -> str:
-        """By which the noise is found."""
-        return f"{self.source} {self.stream}"
-
-    @property
-    def blocks(self) -> int:
-        """Counters of Philox, four numbers each."""
-        return (math.prod(self.size) + 3) // 4
+def _blocks(request: Request) -> int:
+    """Counters of Philox, four numbers each."""
+    return (math.prod(request.size) + 3) // 4
 
 
 class Listed(Supply):
@@ -51,18 +34,10 @@ class Listed(Supply):
     def __init__(self) -> None:
         self.requests: list[Request] = []
 
-    def noise(
-        self,
-        kind: str,
-        source: str,
-        stream: int,
-        size: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
+    def noise(self, request: Request, device: torch.device) -> Tensor:
         """A constant."""
-        self.requests.append(Request(kind, source, stream, size, dtype))
-        return torch.full(size, _NEUTRAL.get(kind, 0.0), dtype=dtype, device=device)
+        self.requests.append(request)
+        return torch.full(request.size, _NEUTRAL.get(request.kind, 0.0), dtype=request.dtype, device=device)
 
 
 class Given(Supply):
@@ -71,21 +46,13 @@ class Given(Supply):
     def __init__(self, values: dict[str, Tensor]) -> None:
         self.values = values
 
-    def noise(
-        self,
-        kind: str,
-        source: str,
-        stream: int,
-        size: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
+    def noise(self, request: Request, device: torch.device) -> Tensor:
         """The noise of this use, one network's."""
-        value = self.values.get(f"{source} {stream}")
-        if value is None or tuple(value.shape) != size or value.dtype != dtype:
+        value = self.values.get(request.name)
+        if value is None or tuple(value.shape) != request.size or value.dtype != request.dtype:
             raise ValueError(
-                f"{source!r} asks for {kind} noise of size {size} that it did not ask for in the first pass: a network "
-                f"that takes another way from step to step is to be trained with sb.fit"
+                f"{request.source!r} asks for {request.kind} noise of size {request.size} that it did not ask for in "
+                f"the first pass: a network that takes another way from step to step is to be trained with sb.fit"
             )
         return value
 
@@ -108,8 +75,8 @@ class NoisePlan:
         kinds = sorted({(each.kind, str(each.dtype)) for each in requests})
         # By kind and type, so that each is one piece of the words.
         self.requests = sorted(requests, key=lambda each: kinds.index((each.kind, str(each.dtype))))
-        self.blocks = sum(each.blocks for each in self.requests)
-        lengths = torch.tensor([each.blocks for each in self.requests], dtype=torch.int64)
+        self.blocks = sum(_blocks(each) for each in self.requests)
+        lengths = torch.tensor([_blocks(each) for each in self.requests], dtype=torch.int64)
 
         def per_block(values: Tensor) -> Tensor:
             return values.repeat_interleave(lengths, dim=-1).to(device)
@@ -117,7 +84,7 @@ class NoisePlan:
         keys = [[layer_key(seed, f"many {each.source}") for each in self.requests] for seed in seeds]
         words = torch.tensor(keys, dtype=torch.int64).view(len(seeds), len(self.requests), 2)
         self.keys = per_block(words[..., 0]), per_block(words[..., 1])  # [N, blocks]
-        parts = [torch.arange(each.blocks) for each in self.requests]
+        parts = [torch.arange(_blocks(each)) for each in self.requests]
         self.block = (
             torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.int64, device=device)
         )
@@ -136,14 +103,14 @@ class NoisePlan:
         made: dict[str, Tensor] = {}
         start = 0
         for kind, dtype, members in self._pieces():
-            end = start + sum(each.blocks for each in members)
+            end = start + sum(_blocks(each) for each in members)
             w0, w1, w2, w3 = (word[..., start:end] for word in words)
             values = from_words(kind, (w0, w1, w2, w3), dtype)  # [T, N, 4 blocks of this kind]
             at = 0
             for each in members:
                 numbers = values[..., at : at + math.prod(each.size)]
                 made[each.name] = numbers.reshape(*shape[:2], *each.size)
-                at += 4 * each.blocks
+                at += 4 * _blocks(each)
             start = end
         return made
 

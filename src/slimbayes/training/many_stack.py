@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from slimbayes.apply.batched import INSIDE
+from slimbayes.context import Request
 from slimbayes.convert import bayesianize
 from slimbayes.fast import fast_paths
 from slimbayes.layers.dropout import ACTIVE
@@ -20,7 +21,7 @@ from slimbayes.likelihoods import Gaussian, Likelihood
 from slimbayes.methods import Deterministic
 from slimbayes.record import ATTRIBUTE, find_record
 from slimbayes.training.many_inputs import Member
-from slimbayes.training.many_noise import Given, Listed, Request
+from slimbayes.training.many_noise import Given, Listed
 from slimbayes.training.settings import Training
 from slimbayes.training.step import Objective, TrainingError
 

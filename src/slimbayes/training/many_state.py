@@ -11,7 +11,7 @@ from torch import Tensor
 from slimbayes.checkpoint import CheckpointError
 from slimbayes.likelihoods import Likelihood
 from slimbayes.record import find_record
-from slimbayes.training.keeping import FREE, method_text
+from slimbayes.training.keeping import FREE, bound, method_text
 from slimbayes.training.many_group import Group
 from slimbayes.training.settings import Training
 from slimbayes.training.state import (
@@ -58,7 +58,7 @@ def take_up(run: Run, resume: bool) -> None:
         return
     tensors, facts = read_state(path)
     # Settings that are newer than the file had no other value than their default.
-    facts["settings"] = {**_bound(Training()), **facts["settings"]}
+    facts["settings"] = {**bound(Training(), _FREE), **facts["settings"]}
     for key, now in _identity(run).items():
         if facts.get(key) != now:
             raise CheckpointError(
@@ -85,12 +85,6 @@ def _restore(group: Group, tensors: dict[str, Tensor], plain: dict[str, Any], st
     group.step.fill_(group.done)
 
 
-def _bound(settings: Training) -> dict[str, Any]:
-    """The settings that a run goes on with; as JSON has them."""
-    found = {name: value for name, value in settings.to_dict().items() if name not in _FREE}
-    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
-
-
 def _identity(run: Run) -> dict[str, Any]:
     """What the call that goes on must share with the one that was stopped, as JSON gives it back."""
     networks: list[dict[str, Any]] = []
@@ -106,7 +100,7 @@ def _identity(run: Run) -> dict[str, Any]:
                 }
             )  # fmt: skip
     networks.sort(key=lambda entry: entry["index"])
-    return json.loads(json.dumps({"settings": _bound(run.settings), "networks": networks}))  # type: ignore[no-any-return]
+    return json.loads(json.dumps({"settings": bound(run.settings, _FREE), "networks": networks}))  # type: ignore[no-any-return]
 
 
 def _text(likelihood: Likelihood) -> str:

@@ -21,7 +21,6 @@ from slimbayes.experiments.outcome import Table
 from slimbayes.experiments.session import Session
 from slimbayes.stacking import stack
 
-EXTRAS = "cifar100-extras"
 STACKED = "EMP, stacked"
 # Every row beside the one that it changes.
 REFERENCES = {

@@ -9,10 +9,11 @@ from typing import Any
 
 from slimbayes.experiments import emp_checks as checks
 from slimbayes.experiments.catalogue import find
-from slimbayes.experiments.emp_extras import EXTRAS, STACKED, gains, stacked, words_of_stacking
+from slimbayes.experiments.emp_extras import STACKED, gains, stacked, words_of_stacking
 from slimbayes.experiments.emp_figures import FEWEST
 from slimbayes.experiments.emp_measures import by_samples, corruption_rates, cost
 from slimbayes.experiments.emp_recipes import (
+    EXTRAS,
     SETTINGS,
     WAYS,
     Job,

@@ -10,12 +10,14 @@ from slimbayes.experiments.networks import Prepared, Recipe, Trained
 from slimbayes.experiments.session import Session, with_precision
 from slimbayes.training import Training
 
+EXTRAS = "cifar100-extras"
 COMPONENTS = 5
 PENALTY = 0.001  # λ = PENALTY / batch size
 RATE = 0.005  # of dropout
-# Random components, as Algorithm 1 has them: about the output layer's own initial spread. The paper does not say more.
+# Random components, as Algorithm 1 has them. The paper does not say how far apart they start.
 INIT_NOISE = 0.1
-STARTS = (0.0, 0.03)  # other standard deviations that are tried
+EXTRAS_NOISE = 0.1  # of the extras' rows that name no start, whatever is chosen by them
+STARTS = (0.0, 0.03)  # other standard deviations that are tried there
 PAD = 4
 SCALING = Scaling(
     tuple(value / 255 for value in (125.3, 123.0, 113.9)),
@@ -53,16 +55,23 @@ SIZES: dict[tuple[str, str], Size] = {
     ("cifar10-c", "desk"): Size("cifar10", _SMALL, 10, 256, 1, (10,), corrupted=200, chunk=1_000),
     ("cifar10-c", "gpu"): Size("cifar10", "wrn(depth=16, width=4)", 30, 256, 3, (20,), corrupted=2_000),
     ("cifar10-c", "paper"): Size("cifar10", _PYRAMID, 400, 256, 3, (100,), "constant", corrupted=10_000),
-    ("cifar100-extras", "smoke"): Size("digits", _SMALL, 2, 256, 1, (4,), held_out=100),
-    ("cifar100-extras", "desk"): Size("cifar100", _SMALL, 10, 256, 1, (20,), held_out=5_000, chunk=1_000),
-    ("cifar100-extras", "gpu"): Size("cifar100", "wrn(depth=16, width=4)", 20, 256, 3, (100,), held_out=5_000),
-    ("cifar100-extras", "paper"): Size("cifar100", _PYRAMID, 400, 256, 3, (200,), "constant", held_out=5_000),
+    (EXTRAS, "smoke"): Size("digits", _SMALL, 2, 256, 1, (4,), held_out=100),
+    (EXTRAS, "desk"): Size("cifar100", _SMALL, 10, 256, 1, (20,), held_out=5_000, chunk=1_000),
+    (EXTRAS, "gpu"): Size("cifar100", "wrn(depth=16, width=4)", 20, 256, 3, (100,), held_out=5_000),
+    (EXTRAS, "paper"): Size("cifar100", _PYRAMID, 400, 256, 3, (200,), "constant", held_out=5_000),
 }  # fmt: skip
 SETTINGS = tuple(dict.fromkeys(setting for setting, _ in SIZES))
 
 
-def _patched(kind: str, patch: str = "'norm', 'output'", more: str = "", noise: float = INIT_NOISE) -> str:
+_BOTH = "'norm', 'output'"
+
+
+def _patched(kind: str, patch: str = _BOTH, more: str = "", noise: float = INIT_NOISE) -> str:
     return f"{kind}(components={COMPONENTS}, patch=({patch},), init_noise={noise}{more})"
+
+
+def _extra(kind: str, patch: str = _BOTH, more: str = "", noise: float = EXTRAS_NOISE) -> str:
+    return _patched(kind, patch, more, noise)
 
 
 @dataclass(frozen=True)
@@ -87,18 +96,18 @@ WAYS: dict[str, dict[str, Way]] = {
         "ECMP (BN+out)": Way(_patched("ECMP")), "ECMP (BN)": Way(_patched("ECMP", "'norm'")),
         "Dropout": _DROPPED, "Vanilla": _VANILLA,
     },
-    "cifar100-extras": {
-        "Vanilla": _VANILLA, "EMP": Way(_patched("EMP")),
-        "EMP, learned mixing": Way(_patched("EMP", more=", learn_mixing=True")),
-        "EMP, own statistics": Way(_patched("EMP", more=", own_statistics=True")),
-        "EMP on norms": Way(_patched("EMP", "'norm'")),
-        "EMP on norms, Rank1 elsewhere": Way(_patched("EMP", "'norm'"), "norm", _RANK1),
+    EXTRAS: {
+        "Vanilla": _VANILLA, "EMP": Way(_extra("EMP")),
+        "EMP, learned mixing": Way(_extra("EMP", more=", learn_mixing=True")),
+        "EMP, own statistics": Way(_extra("EMP", more=", own_statistics=True")),
+        "EMP on norms": Way(_extra("EMP", "'norm'")),
+        "EMP on norms, Rank1 elsewhere": Way(_extra("EMP", "'norm'"), "norm", _RANK1),
         "EMP on norms, dropout elsewhere": Way(
-            _patched("EMP", "'norm'"), "norm", f"MCDropout(rate={RATE})", keyed=False
+            _extra("EMP", "'norm'"), "norm", f"MCDropout(rate={RATE})", keyed=False
         ),
-        "ECMP": Way(_patched("ECMP")),
+        "ECMP": Way(_extra("ECMP")),
         **{
-            f"{kind}, start {noise}": Way(_patched(kind, noise=noise))
+            f"{kind}, start {noise}": Way(_extra(kind, noise=noise))
             for kind in ("EMP", "ECMP") for noise in STARTS
         },
     },

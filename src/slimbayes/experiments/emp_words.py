@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimbayes.experiments.emp_recipes import INIT_NOISE, SIZES, prepare, size_of
+from slimbayes.experiments.emp_recipes import EXTRAS, EXTRAS_NOISE, INIT_NOISE, SIZES, prepare, size_of
 from slimbayes.experiments.session import Session
 
 PAPER_NETWORK, PAPER_EPOCHS, PAPER_SAMPLES = "pyramidnet(depth=110, alpha=270)", 400, 200
@@ -44,9 +44,10 @@ def deviations(session: Session, setting: str) -> list[str]:
         said.append(
             f"trained without the last {size.held_out:,} training examples, which fit the weights of stacking."
         )
+    noise = EXTRAS_NOISE if setting == EXTRAS else INIT_NOISE
     said.append(
-        f"components start apart by a standard deviation of {INIT_NOISE} (init_noise); the paper has them random and "
-        f"says no more."
+        f"components start apart by a standard deviation of {noise} (init_noise); the paper has them random and says "
+        f"no more."
     )
     said.append(f"{OPEN}.")
     if setting == "cifar10-c":

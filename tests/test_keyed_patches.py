@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import slimbayes as sb
 from slimbayes import keyed
-from slimbayes.apply import patched
+from slimbayes.apply import ahead
 from slimbayes.keyed import keyed_noise, keyed_uniforms, layer_key
 from slimbayes.models import WideResNet
+from slimbayes.record import converted_layers
 
 CPU = torch.device("cpu")
 
@@ -36,7 +38,7 @@ def test_more_than_should_be_held_is_left_to_the_layers(monkeypatch):
 
 
 class Tied(nn.Module):
-    """A norm that is used twice, a weight with two owners, and a layer too large to be chosen beforehand."""
+    """A norm that is used twice, a weight with two owners, and a large layer."""
 
     def __init__(self):
         super().__init__()
@@ -53,6 +55,7 @@ METHODS = {
     "EMP": sb.EMP(3, EVERY, init_noise=0.5),
     "ECMP": sb.ECMP(3, EVERY, init_noise=0.5),
     "learned": sb.EMP(3, EVERY, learn_mixing=True, init_noise=0.5),
+    "several K": [("norm", sb.EMP(3, "norm", init_noise=0.5)), (None, sb.ECMP(300, EVERY, init_noise=0.5))],
     "norms, Rank1 elsewhere": [("norm", sb.ECMP(3, "norm", init_noise=0.5)), (None, sb.Rank1(components=2))],
 }
 
@@ -101,13 +104,18 @@ def test_the_generator_runs_once_for_all_layers(monkeypatch):
     assert len(calls) == 16, "a weight and a bias of seven norms and of the output"
 
 
+@pytest.mark.parametrize("limit", [1 << 20, 100, 0])
 @pytest.mark.parametrize("name", METHODS)
-def test_passes_of_a_prediction_have_the_draws_of_the_whole(name):
+def test_passes_of_a_prediction_have_the_draws_of_the_whole(name, limit, monkeypatch):
     """Whatever is chosen ahead, in passes of one sample or of several, the last one shorter, for blocks of rows."""
+    monkeypatch.setattr(ahead, "_LARGEST", limit)
+    monkeypatch.setattr(ahead, "_LARGE", min(limit, ahead._LARGE))
     torch.manual_seed(0)
     model, x = sb.bayesianize(Tied(), METHODS[name]).eval(), torch.randn(4, 6)
     components = 2 if "Rank1" in name else 1
-    whole = sb.predict(model, x, samples=7, seed=9, noise="shared").draws
+    with sb.fast_paths(factors=False):
+        whole = sb.predict(model, x, samples=7, seed=9, noise="shared").draws
+    torch.testing.assert_close(sb.predict(model, x, samples=7, seed=9, noise="shared").draws, whole)
     for rows in (4, 8, 12, 2):
         cut = sb.predict(model, x, samples=7, seed=9, noise="shared", chunk=rows * components)
         torch.testing.assert_close(cut.draws, whole)
@@ -122,21 +130,93 @@ def test_the_generator_runs_once_for_many_passes(monkeypatch):
     model, x = sb.bayesianize(WideResNet(10, 1, 4, channels=1), sb.ECMP(3)).eval(), torch.randn(5, 1, 8, 8)
     sb.predict(model, x, samples=2, seed=0, chunk=5)
     calls = []
-    made = patched.keyed_uniforms
-    monkeypatch.setattr(patched, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
+    made = ahead.keyed_uniforms
+    monkeypatch.setattr(ahead, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
     sb.predict(model, x, samples=20, seed=0, chunk=5)
     assert calls == [20]
     numbers = sum(t[0].numel() for n, t in model.named_parameters() if t.shape[0] == 3 and "conv" not in n)
-    monkeypatch.setattr(patched, "_AT_ONCE", 8 * numbers)
+    monkeypatch.setattr(ahead, "_FEW", 8 * numbers)
     sb.predict(model, x, samples=20, seed=0, chunk=5)
     assert calls[1:] == [8, 8, 4], "no more than should be held at a time"
+
+
+def layers_asked(model, monkeypatch):
+    """The names of layers whose rule is asked, from now on."""
+    asked = []
+    for _, layer in converted_layers(model):
+        forward = layer.bayes.forward
+        monkeypatch.setattr(
+            layer.bayes, "forward", lambda op, x, f=forward, n=layer.bayes.name: asked.append(n) or f(op, x)
+        )
+    return asked
+
+
+@pytest.mark.parametrize(("name", "others"), [("EMP", set()), ("ECMP", set()), ("learned", set(EVERY))])
+def test_layers_of_one_draw_take_what_is_chosen_without_asking(name, others, monkeypatch):
+    model, x = sb.bayesianize(Tied(), METHODS[name]).eval(), torch.randn(4, 6)
+    whole = sb.predict(model, x, samples=5, seed=9, noise="shared").draws
+    asked = layers_asked(model, monkeypatch)
+    cut = sb.predict(model, x, samples=5, seed=9, noise="shared", chunk=4).draws
+    assert set(asked) == others
+    torch.testing.assert_close(cut, whole)
+    with torch.no_grad():
+        torch.testing.assert_close(sb.draw(model, x, seed=9, first_sample=2)[0], whole[2])
+    assert set(asked) == others
+    asked.clear()
+    sb.draw(model, x, seed=9)
+    assert set(asked) == set(EVERY), "gradients need the versions themselves"
+
+
+def test_the_first_pass_looks_at_the_rows_and_later_ones_where_they_do_not_fit():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.more = nn.LayerNorm(6), None
+
+        def forward(self, x):
+            return self.norm(x) if self.more is None else self.norm(x) + self.norm(self.more).sum(0)
+
+    model, x = sb.bayesianize(Table(), sb.EMP(3)).eval(), torch.randn(4, 6)
+    model.more = torch.randn(3, 6)
+    with pytest.raises(ValueError, match="'norm' got an input whose first dimension is 3"):
+        sb.predict(model, x, samples=3, seed=0, chunk=4)
+    model.more = None
+    sb.predict(model, x, samples=3, seed=0, chunk=4)
+    model.more = torch.randn(3, 6)
+    with pytest.raises(ValueError, match="'norm' got an input whose first dimension is 3"):
+        sb.predict(model, x, samples=3, seed=0, chunk=4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_passes_of_a_compiled_network_are_one_graph(name):
+    torch.manual_seed(0)
+    model, x = sb.bayesianize(Tied(), METHODS[name]).eval(), torch.randn(4, 6)
+    components = 2 if "Rank1" in name else 1
+    whole = sb.predict(model, x, samples=7, seed=9, noise="shared").draws
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    for seed in (9, 11, 9):
+        found = sb.predict(compiled, x, samples=7, seed=seed, noise="shared", chunk=4 * components)
+    torch.testing.assert_close(found.draws, whole)
+    if name in ("EMP", "ECMP"):
+        assert counter.frame_count == 1
+
+
+def test_a_prediction_in_inference_mode_leaves_gradients_to_others():
+    model, x = sb.bayesianize(Tied(), METHODS["EMP"]), torch.randn(4, 6)
+    with torch.inference_mode():
+        sb.predict(model, x, samples=3, seed=0, chunk=4)
+        sb.draw(model, x, seed=0)
+    sb.draw(model, x, seed=0).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_a_large_layer_of_one_index_leaves_room(monkeypatch):
     net = nn.Sequential(nn.Linear(64, 512), nn.LayerNorm(512), nn.Linear(512, 1000))
     model, calls = sb.bayesianize(net, sb.EMP(5)).eval(), []
-    made = patched.keyed_uniforms
-    monkeypatch.setattr(patched, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
+    made = ahead.keyed_uniforms
+    monkeypatch.setattr(ahead, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
     sb.predict(model, torch.randn(64, 64), samples=12, seed=0, chunk=64)
     assert calls == [12]
 
@@ -145,7 +225,7 @@ def test_no_memory_to_choose_ahead_is_one_pass_at_a_time(monkeypatch):
     torch.manual_seed(0)
     model, x = sb.bayesianize(Tied(), METHODS["EMP"]).eval(), torch.randn(4, 6)
     whole = sb.predict(model, x, samples=6, seed=9, noise="shared").draws
-    made, calls = patched.keyed_uniforms, []
+    made, calls = ahead.keyed_uniforms, []
 
     def short(*rest):
         calls.append(len(rest[3]))
@@ -153,7 +233,7 @@ def test_no_memory_to_choose_ahead_is_one_pass_at_a_time(monkeypatch):
             raise torch.OutOfMemoryError("no memory left")
         return made(*rest)
 
-    monkeypatch.setattr(patched, "keyed_uniforms", short)
+    monkeypatch.setattr(ahead, "keyed_uniforms", short)
     cut = sb.predict(model, x, samples=6, seed=9, noise="shared", chunk=8)
     assert calls == [6, 2, 2, 2], "tried once"
     torch.testing.assert_close(cut.draws, whole)
@@ -226,7 +306,7 @@ def test_memory_that_ends_in_the_middle_leaves_the_draws_as_they_are(monkeypatch
 
 
 def test_draws_without_a_seed_are_left_alone(monkeypatch):
-    monkeypatch.setattr(patched, "keyed_uniforms", lambda *rest: pytest.fail("no seed"))
+    monkeypatch.setattr(ahead, "keyed_uniforms", lambda *rest: pytest.fail("no seed"))
     model = sb.bayesianize(Tied(), METHODS["ECMP"])
     for options in ({}, {"noise": "mean", "seed": 1}):
         sb.draw(model, torch.randn(4, 6), **options)

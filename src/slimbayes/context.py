@@ -42,6 +42,14 @@ class Late(ABC):
         """The output of a random layer, on its way on."""
 
 
+class Settled(ABC):
+    """Weights that are known before the network runs, where a layer need not ask how they came about (``ahead.py``)."""
+
+    @abstractmethod
+    def pair(self, layer: str) -> tuple[Tensor, Tensor | None] | None:
+        """The layer's weight and bias, or None if it has to see for itself."""
+
+
 @dataclass(frozen=True)
 class Request:
     """Standard noise that a network asks for: of this size, for the use numbered ``stream`` of ``source`` in a draw."""
@@ -88,6 +96,7 @@ class Draw:
     noises: dict[str, Tensor] = field(default_factory=dict)  # drawn before the network ran, for one use each
     rows_seen: dict[str, list[int]] | None = None  # of every call, by layer
     late: Late | None = None  # None: the inputs are repeated before the network sees them
+    settled: Settled | None = None  # of a single draw
 
     @property
     def rows(self) -> int:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slimbayes import fast
+from slimbayes.apply.ahead import Ahead, may_choose, prefill_keyed
 from slimbayes.apply.bulk import DEVICES, prefill
 from slimbayes.apply.gathered import prefill_weights
-from slimbayes.apply.patched import Ahead, prefill_keyed, prefill_patches
+from slimbayes.apply.indexed import IndexedRule
+from slimbayes.apply.patched import prefill_patches
 from slimbayes.apply.points import prefill_points
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.budget import out_of_memory
@@ -172,6 +174,8 @@ def draw_flat(
 
 def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, ahead: Ahead | None) -> None:
     now.gradients = torch.is_grad_enabled()
+    if ahead is not None and ahead.alone and may_choose(now) and ahead.hand_over(now):
+        return
     again = record.checkpointed or not SEES_CHECKPOINTS
     if now.gradients and again and not torch.compiler.is_compiling():
         return
@@ -182,6 +186,7 @@ def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, ahea
         prefill_points(pairs, now)
         prefill_patches(pairs, now)
         prefill_keyed(pairs, now, ahead)
+        others = pairs
     else:
         layers, groups = layers_and_groups(model)
         if now.seed is None and now.noise != "mean":
@@ -190,6 +195,8 @@ def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, ahea
         if others and (torch.compiler.is_compiling() or not _hooked(unwrap(model))):
             prefill_weights(others, now)
             prefill_keyed(others, now, ahead)
+    if ahead is not None:
+        ahead.alone = len(others) == len(layers) and all(type(rule) is IndexedRule for rule, _ in others)
 
 
 def _hooked(model: nn.Module) -> bool:

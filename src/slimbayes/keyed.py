@@ -204,21 +204,29 @@ def keyed_uniforms(
     )
 
 
-@functools.lru_cache(maxsize=32)
 def _joint(
     seed: int, sources: tuple[tuple[str, int], ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys and number of every block [B], and the place of every source's elements among the blocks' words."""
-    keys, blocks, columns, start = [], [], [], 0
-    for name, count in sources:
+    owner, block, columns = _blocks(tuple(count for _, count in sources), device)
+    keys = torch.tensor([layer_key(seed, name) for name, _ in sources]).to(device)
+    k0, k1 = keys.index_select(0, owner).unbind(1)
+    return k0, k1, block, columns
+
+
+@functools.lru_cache(maxsize=32)
+def _blocks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Whose every block [B] is, its number there, and the place of every source's elements among the words."""
+    owners, blocks, columns, start = [], [], [], 0
+    for source, count in enumerate(counts):
         number = (count + 3) // 4
-        keys += [layer_key(seed, name)] * number
+        owners.append(torch.full((number,), source))
         blocks.append(torch.arange(number))
         columns.append(torch.arange(4 * start, 4 * start + count))
         start += number
     with torch.inference_mode(False):
-        k0, k1 = torch.tensor(keys).unbind(1)
-        return k0.to(device), k1.to(device), torch.cat(blocks).to(device), torch.cat(columns).to(device)
+        owner, block, place = (torch.cat(parts).to(device) for parts in (owners, blocks, columns))
+        return owner, block, place
 
 
 def _check(kind: str, stream: int, numel: int, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from slimbayes.draws import FlatInputs
 from slimbayes.likelihoods import Likelihood
 from slimbayes.predictive import Moments, Predictive
 
-_HELD = 1 << 18  # outputs at most whose moments are taken at once
+_HELD = 1 << 20  # outputs at most whose moments are taken at once
 Run = Callable[[FlatInputs, int, int, int], Tensor]  # (inputs, samples, first sample, first example)
 
 
@@ -50,7 +50,7 @@ class Pieces:
         pieces: list[Tensor] = []
         moments: Moments | None = None
         # Moments of small outputs, pass by pass, cost as much as some layers: a few are held, fewer than the inputs.
-        first, held, most = 0, 0, min(part.numel() // 8, _HELD)
+        first, held, most = 0, 0, min(part.numel() // 2, _HELD)
         while first < self.samples:
             count = min(per_pass, self.samples - first)
             smallest = count == 1 and stop - start == 1

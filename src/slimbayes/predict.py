@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import fast
-from slimbayes.apply.patched import Ahead
+from slimbayes.apply.ahead import Ahead
 from slimbayes.budget import Footprint, budget, device_of, footprint, small
 from slimbayes.draws import FlatInputs, check_options, draw_flat, evaluating, flatten_inputs, plan_for
 from slimbayes.late import kept, signature
@@ -45,9 +45,9 @@ def predict(
     examples) of one pass, at least one example of every component; None lets the free memory decide. The
     result is the same as in one pass with the same seed. A pass that runs out of memory is halved and tried
     again. ``keep_draws=False`` keeps running moments instead of all outputs: memory does not grow with the number of
-    draws, but for what a few passes hold together, about as much as the inputs. ``select`` picks the tensor to score
-    from a structured output (default: the tensor itself, or ``.logits``). ``first_example`` is the index of the first
-    example, as in ``draw``.
+    draws, but for what passes hold together, at most about as much as the inputs or half a MiB. ``select`` picks the
+    tensor to score from a structured output (default: the tensor itself, or ``.logits``). ``first_example`` is the
+    index of the first example, as in ``draw``.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())

@@ -249,7 +249,10 @@ def _reference_prediction(
     run = compiled(function, REFERENCE, mode)
 
     def step() -> Tensor:
-        with torch.no_grad():
+        with (
+            torch.no_grad(),
+            precision(device),
+        ):  # around all passes: weights are rounded once, as in a prediction
             for _ in range(passes):
                 if mode == "graphs":
                     torch.compiler.cudagraph_mark_step_begin()

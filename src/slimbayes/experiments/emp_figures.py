@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.apply.patched import Ahead
+from slimbayes.apply.ahead import Ahead
 from slimbayes.draws import draw_flat, evaluating, flatten_inputs
 from slimbayes.metrics import Reliability
 from slimbayes.record import find_record

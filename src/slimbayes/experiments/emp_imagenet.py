@@ -57,7 +57,7 @@ def methods() -> dict[str, str]:
     """Rows to methods, with the spread of the components at the start.
 
     >>> methods()["EMP (BN)"]
-    "EMP(components=5, init_noise=0.1, patch=('norm',))"
+    "EMP(components=5, init_noise=0.0, patch=('norm',))"
     """
     setting = find("emp/table4").settings[0]
     start = f"components=5, init_noise={INIT_NOISE},"

@@ -13,6 +13,7 @@ from slimbayes.experiments.emp_corruptions import TYPES
 from slimbayes.experiments.emp_figures import BINS, FEWEST
 from slimbayes.experiments.emp_imagenet_data import CLASSES, SIZES, TEST, TRAIN, TREE
 from slimbayes.experiments.emp_recipes import INIT_NOISE
+from slimbayes.experiments.emp_words import start_of
 from slimbayes.experiments.outcome import Outcome, Table, check, curve
 from slimbayes.experiments.runner import Paper, Runner
 from slimbayes.experiments.session import Session
@@ -54,9 +55,7 @@ def deviations(session: Session, setting: str) -> list[str]:
         said.append(
             f"{setting}: {session.processes.number} processes share a batch; each norm sees its own process's part."
         )
-    said.append(
-        f"{setting}: components start with a spread of {INIT_NOISE:g}; the paper does not say how they start."
-    )
+    said.append(f"{setting}: {start_of(INIT_NOISE)}")
     if session.device.type == "cuda":
         said.append(
             f"{setting}: trained in bfloat16 (mixed), tested in float32 with TensorFloat-32 products."

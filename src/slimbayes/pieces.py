@@ -61,8 +61,11 @@ class Pieces:
                     return None, 1
                 per_pass = count // 2
                 continue
+            if (
+                first == 0
+            ):  # to look at values is to wait for a GPU: of later passes they are seen with the moments
+                self.likelihood.check(draws)
             first += count
-            self.likelihood.check(draws)
             pieces.append(draws.unflatten(0, (self.components, count)))  # [K, s, b, ...]
             held += draws.numel()
             if not self.keep_draws and (held >= most or first == self.samples):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -148,16 +149,18 @@ class Ahead:
         place = (draw.first_sample - self.first) // self.each
         if not 0 <= place < self.passes or any([points._version != was for points, was in self.points]):
             return False
-        chosen: dict[str, Tensor] = {}
-        for store in self.stores:
-            chosen |= store.fill(place)
+        parts = [store.fill(place) for store in self.stores]
+        chosen = (
+            parts[0] if len(parts) == 1 else {name: value for part in parts for name, value in part.items()}
+        )
         draw.noises.update({source: parts[place] for source, parts in self.noises.items()})
         # The first pass, which sees whether rows are where they should be, goes the long way.
         if draw.components * draw.samples == 1 and draw.rows_seen is None and not torch.is_grad_enabled():
             if self.one is None:
                 self.one = _one_draw(self.layers, chosen, self.stores)
             draw.settled = self.one
-        draw.prefilled.update({f"{name} chosen": value for name, value in chosen.items()})
+        else:
+            draw.prefilled.update({f"{name} chosen": value for name, value in chosen.items()})
         return True
 
     def room(self, draw: Draw, members: list[_Patched]) -> int:
@@ -231,10 +234,9 @@ def _store(draw: Draw, passes: int, members: list[_Patched]) -> _Store | None:
         return None
     device, dtype, components = members[0].place
     counts = {m.source: m.count for m in members}
-    kept = torch.uint8 if components < 256 else torch.int64
-    index = torch.empty(
-        passes, draw.components, draw.samples, sum(counts.values()), dtype=kept, device=device
-    )
+    size = passes, draw.components, draw.samples, sum(counts.values())
+    few = math.prod(size) <= _FEW // 8
+    index = torch.empty(size, dtype=torch.int64 if few or components > 256 else torch.uint8, device=device)
     for piece in _pieces(draw, passes, counts):
         u = _uniforms(draw, piece, counts, dtype, device)
         if u is None:

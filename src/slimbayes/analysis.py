@@ -1,4 +1,4 @@
-"""What the Normal posteriors of a model look like: matrices, spectra, and the clipped SVD (Swiatkowski et al. 2020)."""
+"""What posteriors look like: matrices, spectra and the clipped SVD (Swiatkowski et al. 2020), components apart."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.apply.sampled import SampledRule
 from slimbayes.layers.base import Converted
 from slimbayes.methods.base import check_count, check_positive
@@ -16,7 +17,16 @@ from slimbayes.posteriors import EPSILON, KTiedPosterior, NormalPosterior, Poste
 from slimbayes.record import ATTRIBUTE, converted_layers, find_record, unwrap
 from slimbayes.selection import Selection, kept, listing, selected
 
-__all__ = ["Moments", "explained_variance", "low_rank", "matrices", "spectrum", "stddevs", "truncate"]
+__all__ = [
+    "Moments",
+    "component_spread",
+    "explained_variance",
+    "low_rank",
+    "matrices",
+    "spectrum",
+    "stddevs",
+    "truncate",
+]
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -195,6 +205,32 @@ def _wide(matrix: Tensor, where: str) -> Tensor:
     if not bool(torch.isfinite(wide).all()):
         raise ValueError(f"{where}: the matrix has entries that are not finite; did the training diverge?")
     return wide
+
+
+@torch.no_grad()
+def component_spread(model: nn.Module) -> dict[str, dict[str, float]]:
+    """How far the components of rank-1 factors are apart, by layer and factor ("r" of outputs, "s" of inputs).
+
+    (1/d) Σ_i sd_k(μ_ki), the standard deviation over components of a factor's locations [K, d], on average over its
+    elements. It begins near ``random_sign_init``; at 0 the K components are copies of one network, and the mixture is
+    no better than a member. Layers without rank-1 factors, and factors of one component, are left out.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(2, 3), sb.BatchEnsemble(components=2, random_sign_init=0.0))
+    >>> component_spread(net)
+    {'': {'r': 0.0, 's': 0.0}}
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, layer in converted_layers(root_of(model)):
+        if not isinstance(layer.bayes, Rank1Rule) or layer.bayes.components < 2:
+            continue
+        factors = {"r": layer.bayes.r, "s": layer.bayes.s}
+        found[name] = {
+            which: float(factor.loc.double().std(0).mean())
+            for which, factor in factors.items()
+            if factor is not None
+        }
+    return found
 
 
 def _oriented(layer: Converted, tensor: Tensor) -> Tensor:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,31 +14,14 @@ from slimbayes.data import Split
 from slimbayes.data.shifts import Shift, shifts_for
 from slimbayes.experiments.emp_figures import columns_of, figures_of, running_means
 from slimbayes.experiments.emp_recipes import WAYS, Job, prepare, size_of, train
+from slimbayes.experiments.images import corrupted, evaluation, ready
 from slimbayes.experiments.networks import Trained
 from slimbayes.experiments.session import Session
 from slimbayes.predict import predict
-from slimbayes.training.step import channels_last
 
 VERSION = 1  # raise it when a function here changes what it gives
 COST = 2  # of ``cost``
 _ROUNDS = {"smoke": 1, "desk": 3, "gpu": 5, "paper": 5}
-
-
-@contextlib.contextmanager
-def evaluation(session: Session, seed: int) -> Iterator[None]:
-    """bfloat16 on a GPU, and a generator of its own for noise that is not keyed."""
-    devices = [session.device] if session.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        with torch.autocast(session.device.type, torch.bfloat16, enabled=session.device.type == "cuda"):
-            yield
-
-
-def ready(session: Session, trained: Trained) -> nn.Module:
-    """The network in the memory layout that a GPU's convolutions want."""
-    if session.device.type == "cuda":
-        channels_last(trained.model)
-    return trained.model
 
 
 def inputs_of(session: Session, setting: str) -> Callable[[Tensor], Tensor]:
@@ -103,7 +85,7 @@ def _corruption_rates(session: Session, trained: Trained, job: Job, samples: int
         rates: dict[str, Any] = {"clean": error(clean)}
         for shift in _shifts(session, job.setting):
             rates[shift.name] = [
-                error(_corrupted(session, clean, shift, severity)) for severity in shift.severities
+                error(corrupted(session, size.data, clean, shift, severity)) for severity in shift.severities
             ]
     return rates
 
@@ -111,13 +93,6 @@ def _corruption_rates(session: Session, trained: Trained, job: Job, samples: int
 def _shifts(session: Session, setting: str) -> tuple[Shift, ...]:
     """The 15 corruptions of images from 32 pixels on; the shifts of tiny ones in smoke tests."""
     return shifts_for(prepare(session, setting).data, root=session.data_root)
-
-
-def _corrupted(session: Session, clean: Split, shift: Shift, severity: int) -> Split:
-    """The corrupted images, the same for every network: made once a call, and held as bytes."""
-    key = ("corrupted", shift.name, severity, len(clean))
-    made: Split = session.once(key, lambda: shift.apply(clean, severity, seed=0))
-    return made
 
 
 def cost(session: Session, job: Job, plain: Job) -> dict[str, float]:

@@ -91,6 +91,9 @@ COLUMNS = {
     "explained_1": Column("Variance explained by the first singular value", "", 4),
     "explained_2": Column("Variance explained by the first two singular values", "", 4),
     "disagreement": Column("Disagreement / (1 − accuracy)", "higher", 3),
+    "spread": Column("Spread of components", "", 4),
+    "auroc_entropy": Column("AUROC of entropy", "higher", 3),
+    "auroc_mutual_information": Column("AUROC of mutual information", "higher", 3),
 }
 
 

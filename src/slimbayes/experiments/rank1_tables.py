@@ -167,7 +167,6 @@ ENTRIES: tuple[Experiment, ...] = (
             "BatchEnsemble's factors learn at the full rate, as at the paper's release; the README's at half of it.",
             *CIFAR_ERRATA, KERAS, SAMPLES,
         ),
-        needs=NEEDS,
     ),
     Experiment(
         "rank1/table3", "Table 3", "CIFAR-100 and CIFAR-100-C",
@@ -179,7 +178,6 @@ ENTRIES: tuple[Experiment, ...] = (
             "Deterministic: the README has ECE 0.0857 and 51.4 % under corruption, the paper 0.085 and 51.3.",
             *CIFAR_ERRATA, SAMPLES,
         ),
-        needs=NEEDS,
     ),
     Experiment(
         "rank1/table4", "Table 4", "MIMIC-III mortality",
@@ -220,6 +218,6 @@ ENTRIES: tuple[Experiment, ...] = (
             ),
             settings.ensemble_cifar(10, 5), settings.ensemble_cifar(10, 10),
         ),
-        _CORRUPTED, 10, (_TABLE8,), CIFAR_ERRATA, needs=NEEDS,
+        _CORRUPTED, 10, (_TABLE8,), CIFAR_ERRATA,
     ),
 )  # fmt: skip

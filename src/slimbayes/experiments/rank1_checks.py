@@ -1,0 +1,102 @@
+"""What was to hold of the rank-1 paper's networks on CIFAR, and whether it does."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slimbayes.experiments.emp_checks import standard_error
+from slimbayes.experiments.networks import Recipe
+from slimbayes.experiments.outcome import Table, check, mean
+from slimbayes.experiments.rank1_recipes import BATCH_ENSEMBLE, CAUCHY, DETERMINISTIC, GAUSSIAN, rows_of
+from slimbayes.training import Training
+
+FEWEST = 3  # seeds that a standard error needs here
+
+
+@functools.cache
+def parameters_of(setting: str, label: str, network: str, shape: tuple[int, ...], outputs: int) -> int:
+    """Parameters of a row's network, counted without its memory.
+
+    >>> parameters_of("cifar10", "Rank-1 Gaussian", "wrn(depth=16, width=4)", (3, 32, 32), 10)
+    2783200
+    """
+    row = rows_of(setting)[label]
+    recipe = Recipe(setting, "counted", label, network, "", row.method, Training(), row.layers)
+    with torch.device("meta"):
+        return sum(p.numel() for p in recipe.build(shape, outputs, 0).parameters())
+
+
+def ahead(
+    what: str, better: Sequence[float], worse: Sequence[float], lower: bool = True, paired: bool = False
+) -> dict[str, Any]:
+    """Whether one mean over seeds is better than another by more than one standard error.
+
+    ``paired``: the two are of the same networks, seed by seed. ``lower``: smaller is better.
+
+    >>> ahead("x", [1.0, 1.1, 0.9], [2.0, 2.1, 1.9])["holds"], ahead("x", [1.0], [2.0])["bound"]
+    (True, '3 seeds or more')
+    """
+    gaps = [(b - a) * (1 if lower else -1) for a, b in zip(better, worse, strict=False)]
+    if min(len(better), len(worse)) < FEWEST:
+        return check(what, False, mean(gaps), f"{FEWEST} seeds or more")
+    own = statistics.stdev(gaps) / len(gaps) ** 0.5
+    error = own if paired else standard_error(better, worse) or 0.0
+    gap = (mean(worse) - mean(better)) * (1 if lower else -1)
+    return check(f"{what} by more than one standard error", gap > error, gap, f"> {error:.4g}")
+
+
+def order_checks(table: Table) -> list[dict[str, Any]]:
+    """Rank-1 networks below BatchEnsemble below the deterministic network in NLL and ECE, clean and corrupted."""
+    found = []
+    names = {"nll": "NLL", "ece": "ECE", "c_nll": "NLL under corruption", "c_ece": "ECE under corruption"}
+    pairs = ((GAUSSIAN, BATCH_ENSEMBLE), (CAUCHY, BATCH_ENSEMBLE), (BATCH_ENSEMBLE, DETERMINISTIC))
+    for column, name in names.items():
+        for low, high in pairs:
+            if low in table.rows and high in table.rows:
+                ours, theirs = (table.rows[label].values[column] for label in (low, high))
+                found.append(ahead(f"{table.title}: {name} of {low} below that of {high}", ours, theirs))
+    return found
+
+
+def absolute_checks(table: Table) -> list[dict[str, Any]]:
+    """The rank-1 Gaussian WRN-28-10 on CIFAR-10 after a shortened schedule: NLL, accuracy and ECE."""
+    bounds = {"nll": ("NLL", 0.15), "accuracy": ("accuracy", 95.5), "ece": ("ECE", 0.012)}
+    found = []
+    for column, (name, bound) in bounds.items():
+        value = table.mean(GAUSSIAN, column)
+        holds, sign = (value >= bound, "≥") if column == "accuracy" else (value <= bound, "≤")
+        found.append(check(f"{table.title}, {GAUSSIAN}: {name}", holds, value, f"{sign} {bound:g}"))
+    return found
+
+
+def row_checks(
+    table: Table, best: str, others: Sequence[str], columns: dict[str, str], paired: bool = False
+) -> list[dict[str, Any]]:
+    """One row ahead of others in some columns, all of which are better when low."""
+    return [
+        ahead(
+            f"{table.title}: {name} of {best!r} below that of {other!r}",
+            table.rows[best].values[column],
+            table.rows[other].values[column],
+            paired=paired,
+        )
+        for column, name in columns.items()
+        for other in others
+        if best in table.rows and other in table.rows
+    ]
+
+
+def disagreement_checks(table: Table) -> list[dict[str, Any]]:
+    """Members of rank-1 networks disagree more than BatchEnsemble's, at equal or better accuracy."""
+    ours, theirs = (table.rows[label].values for label in (GAUSSIAN, BATCH_ENSEMBLE))
+    words = f"{table.title}: disagreement of {GAUSSIAN} above that of {BATCH_ENSEMBLE}"
+    more = ahead(words, ours["disagreement"], theirs["disagreement"], lower=False)
+    error = standard_error(ours["accuracy"], theirs["accuracy"]) or 0.0
+    gap = mean(ours["accuracy"]) - mean(theirs["accuracy"])
+    words = f"{table.title}: accuracy of {GAUSSIAN} not below that of {BATCH_ENSEMBLE} by a standard error"
+    return [more, check(words, gap >= -error, gap, f"≥ −{error:.3g} points")]

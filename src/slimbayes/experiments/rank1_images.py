@@ -1,0 +1,272 @@
+"""The rank-1 paper on CIFAR: Tables 2, 3 and 8, the ablations, severity curves, and the collapse of components."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from slimbayes.experiments import rank1_checks as checks
+from slimbayes.experiments.catalogue import find
+from slimbayes.experiments.outcome import Outcome, Table, curve, mean
+from slimbayes.experiments.rank1_measures import (
+    averaged,
+    by_samples,
+    clean,
+    foreign,
+    measure,
+    on_corrupted,
+)
+from slimbayes.experiments.rank1_recipes import (
+    ABLATIONS,
+    BATCH_ENSEMBLE,
+    CAUCHY,
+    DETERMINISTIC,
+    GAUSSIAN,
+    MAIN,
+    MORE,
+    SETTINGS,
+    WIDE,
+    Job,
+    epochs_of,
+    jobs_of,
+    network_of,
+    prepare,
+    recipe,
+    size_of,
+    train,
+)
+from slimbayes.experiments.rank1_words import deviations, title
+from slimbayes.experiments.runner import Paper, Runner
+from slimbayes.experiments.session import Session
+
+CLEAN = ("nll", "accuracy", "ece")
+BOTH = (*CLEAN, "c_nll", "c_accuracy", "c_ece")
+LAST = 0.2  # of the run: the looks from which Figure 5 is drawn
+
+
+def facts(session: Session, setting: str, jobs: Sequence[Job]) -> dict[str, Any]:
+    """What was run of a setting, as plain values."""
+    labels = dict.fromkeys(job.label for job in jobs)
+    return {
+        **dataclasses.asdict(size_of(setting, session.scale)),
+        "seeds": sorted({job.seed for job in jobs}),
+        "methods": {label: [recipe(session, setting, label).method] for label in labels},
+        "epochs": {label: epochs_of(setting, session.scale, label) for label in labels},
+    }
+
+
+def _order(job: Job) -> int:
+    """Networks of several components take longest."""
+    slow = job.label not in (DETERMINISTIC, "MC dropout")
+    return 2 * SETTINGS.index(job.setting) + (not slow)
+
+
+CIFAR = Paper(measure, facts, deviations, _order, SETTINGS)
+
+
+def rows(session: Session, setting: str, labels: Sequence[str], columns: tuple[str, ...]) -> Table:
+    """A table of networks with the columns that are wanted; rows that are another's under a new name share it."""
+    table = Table(setting, title(session, setting), columns)
+    data = prepare(session, setting).data
+    for label in labels:
+        for job in jobs_of(session, setting, (label,)):
+            found = train(session, job)
+            figures = clean(session, found, job)
+            network = network_of(setting, session.scale, job.label)
+            number = checks.parameters_of(setting, job.label, network, data.shape, data.num_outputs)
+            values = {**figures, "parameters_m": number / 1e6, "hours": found.seconds / 3600}
+            if any(name.startswith("c_") for name in columns):
+                values |= averaged(on_corrupted(session, found, job))
+            if any(name.startswith("auroc") for name in columns):
+                values |= foreign(session, found, job)
+            if found.probes:
+                values |= _last(found.probes, "spread")
+            table.add(label, values, figures["errors"])
+    return table
+
+
+def _last(probes: Mapping[str, Mapping[str, float]], name: str) -> dict[str, float]:
+    last = probes[max(probes, key=int)]
+    return {name: last[name]} if name in last else {}
+
+
+def main_table(entry: str, session: Session, setting: str) -> Outcome:
+    """Tables 2 and 3: every method, clean and corrupted, beside the paper's and the reference README's numbers."""
+    printed = find(entry).printed
+    labels = [job.label for job in jobs_of(session, setting) if job.seed == 0]
+    table = rows(session, setting, labels, (*BOTH, "parameters_m", "hours"))
+    main = table.select(*BOTH, "parameters_m")
+    if setting == WIDE:  # one seed tells no order
+        return Outcome([main], checks=checks.absolute_checks(table))
+    outcome = Outcome([main], checks=checks.order_checks(table))
+    for other in printed[1:]:
+        columns = tuple(name for name in other.columns if name in table.columns)
+        beside = table.select(*columns)
+        beside.name, beside.title = other.name, f"{table.title}: beside {other.title}"
+        outcome.tables.append(beside)
+    return outcome
+
+
+def table8(session: Session, setting: str) -> Outcome:
+    """Table 8: the rank-1 Gaussian by samples in evaluation, and the ensembles."""
+    table = Table(setting, f"{title(session, setting)}, samples per component in evaluation", BOTH)
+    labels = ("1 sample", "4 samples", "25 samples")
+    for job in jobs_of(session, setting, (GAUSSIAN,)):
+        found = train(session, job)
+        for label, count in zip(labels, by_samples(session), strict=True):
+            figures = clean(session, found, job, count)
+            values = {**figures, **averaged(on_corrupted(session, found, job, count))}
+            table.add(label, values, figures["errors"])
+    ensembles = [label for label in find("rank1/table8").printed[0].rows if label.startswith("Ensemble")]
+    for label, row in rows(session, setting, ensembles, BOTH).rows.items():
+        table.take(label, row)
+    columns = {"c_nll": "NLL under corruption", "c_ece": "ECE under corruption"}
+    return Outcome([table], checks=checks.row_checks(table, labels[2], labels[:1], columns, paired=True))
+
+
+def ablation(
+    labels: Sequence[str], columns: tuple[str, ...], best: Mapping[str, Sequence[str]], ahead: dict[str, str],
+    session: Session, setting: str,
+) -> Outcome:  # fmt: skip
+    """Rows of an ablation, and which of them were to be ahead of which others."""
+    table = rows(session, setting, labels, columns)
+    found = Outcome([table])
+    for row, others in best.items():
+        found.checks += checks.row_checks(table, row, others, ahead)
+    return found
+
+
+def severities(statistic: str, session: Session, setting: str) -> Outcome:
+    """Figures 7, 10 and 11: every metric by severity, the mean or the median over types."""
+    outcome = Outcome()
+    over = statistics.median if statistic == "median" else mean
+    found: dict[str, list[dict[str, list[dict[str, float]]]]] = {}
+    for job in jobs_of(session, setting):
+        found.setdefault(job.label, []).append(on_corrupted(session, train(session, job), job))
+    for metric in CLEAN:
+        words = f"{title(session, setting)}: {metric} by severity, {statistic} over types"
+        levels = range(len(next(iter(next(iter(found.values()))[0].values()))))
+        table = Table(f"{setting}-{metric}", words, tuple(str(level + 1) for level in levels))
+        lines = []
+        for label, seeds in found.items():
+            ys = [[over([by[level][metric] for by in one.values()]) for level in levels] for one in seeds]
+            for y in ys:
+                table.add(label, {str(level + 1): value for level, value in enumerate(y)}, {})
+            lines.append((label, [float(level + 1) for level in levels], ys))
+        outcome.tables.append(table)
+        outcome.curves.append(curve(f"{setting}-{metric}", words, "severity", metric, lines))
+    return outcome
+
+
+def figure4(session: Session, setting: str) -> Outcome:
+    """Figure 4: the mixture's NLL and its members', while they train on one likelihood or the other."""
+    labels = ("Average", "Mixture")
+    outcome = ablation(labels, CLEAN, {"Average": ("Mixture",)}, {"nll": "NLL"}, session, setting)
+    lines = []
+    for label in labels:
+        for what, name in (("nll", "mixture"), ("member_nll", "members")):
+            lines.append(_line(session, setting, label, what, f"{label}, {name}"))
+    words = f"{title(session, setting)}: NLL on test images while training"
+    outcome.curves.append(curve(setting, words, "step", "NLL", lines, log_y=True))
+    return outcome
+
+
+Line = tuple[str, Sequence[float], Sequence[Sequence[float]]]
+
+
+def _line(session: Session, setting: str, label: str, what: str, name: str) -> Line:
+    """Something that was seen of a row's networks while they trained, by step."""
+    steps: list[float] = []
+    ys = []
+    for job in jobs_of(session, setting, (label,)):
+        probes = train(session, job).probes
+        steps = sorted(map(float, probes))
+        ys.append([probes[str(int(step))][what] for step in steps])
+    return name, steps, ys
+
+
+def figure5(session: Session, setting: str) -> Outcome:
+    """Figure 5: disagreement of members against accuracy and NLL, over the last looks at each network."""
+    labels = (GAUSSIAN, BATCH_ENSEMBLE)
+    table = rows(session, setting, labels, ("disagreement", "accuracy", "nll"))
+    outcome = Outcome([table], checks=checks.disagreement_checks(table))
+    for what in ("accuracy", "nll"):
+        lines: list[Line] = []
+        for label in labels:
+            for job in jobs_of(session, setting, (label,)):
+                probes = train(session, job).probes
+                late = [p for step, p in probes.items() if int(step) > (1 - LAST) * max(map(int, probes))]
+                late.sort(key=lambda p: p[what])
+                name = f"{label}, seed {job.seed}"
+                lines.append((name, [p[what] for p in late], [[p["disagreement"] for p in late]]))
+        words = f"{title(session, setting)}: disagreement against {what} at the end of training"
+        outcome.curves.append(curve(f"{setting}-{what}", words, what, "disagreement", lines))
+    return outcome
+
+
+COLLAPSE = (
+    "KL summed", "KL averaged", "KL of the mixture", "KL by 40 %", "KL at once", CAUCHY, BATCH_ENSEMBLE, DETERMINISTIC,
+)  # fmt: skip
+
+
+def collapse(session: Session, setting: str) -> Outcome:
+    """Which ways of training keep components apart: their spread while they train, and what it is worth."""
+    table = rows(session, setting, COLLAPSE, ("spread", "disagreement", *BOTH))
+    lines = [_line(session, setting, label, "spread", label) for label in COLLAPSE if label != DETERMINISTIC]
+    words = f"{title(session, setting)}: spread of components while training"
+    return Outcome([table], [curve(setting, words, "step", "spread", lines, log_y=True)])
+
+
+def ood(session: Session, setting: str) -> Outcome:
+    """Foreign images told from test images by entropy and by mutual information."""
+    labels = [job.label for job in jobs_of(session, setting) if job.seed == 0]
+    return Outcome([rows(session, setting, labels, ("auroc_entropy", "auroc_mutual_information"))])
+
+
+def _jobs(setting: str, labels: tuple[str, ...], session: Session) -> Sequence[Job]:
+    return jobs_of(session, setting, labels)
+
+
+def _runner(report: Callable[..., Outcome], *settings: str, labels: Sequence[str] = ()) -> Runner:
+    return Runner(CIFAR, report, tuple(functools.partial(_jobs, s, tuple(labels)) for s in settings))
+
+
+def _ablation(
+    labels: Sequence[str], columns: tuple[str, ...], best: Mapping[str, Sequence[str]], ahead: dict[str, str]
+) -> Runner:
+    return _runner(functools.partial(ablation, labels, columns, best, ahead), ABLATIONS, labels=labels)
+
+
+_CORRUPTED = {"c_nll": "NLL under corruption", "c_ece": "ECE under corruption"}
+_PAIR = (GAUSSIAN, BATCH_ENSEMBLE)
+RUNNERS: dict[str, Runner] = {
+    "rank1/table2": _runner(functools.partial(main_table, "rank1/table2"), MAIN, WIDE),
+    "rank1/table3": _runner(functools.partial(main_table, "rank1/table3"), MORE),
+    "rank1/table8": _runner(
+        table8, MAIN, labels=(GAUSSIAN, "Ensemble 4×WRN-28-5", "Ensemble 4×WRN-28-10")
+    ),
+    "rank1/figure2": _ablation(
+        ("r (outputs)", "s (inputs)", "both"), BOTH, {"both": ("r (outputs)", "s (inputs)")}, _CORRUPTED
+    ),
+    "rank1/figure3": _ablation(
+        ("K = 1", "K = 2", "K = 4", "K = 8", "K = 16", "K = 16, 4 per step"), (*BOTH, "hours"),
+        {"K = 4": ("K = 1",)}, {"nll": "NLL", **_CORRUPTED},
+    ),
+    "rank1/figure4": _runner(figure4, ABLATIONS, labels=("Average", "Mixture")),
+    "rank1/figure-v1-5": _ablation(
+        ("p = 0.001", "p = 0.1", "p = 0.2", "p = 0.3"), CLEAN, {"p = 0.001": ("p = 0.3",)}, {"nll": "NLL"}
+    ),
+    "rank1/figure5": _runner(figure5, MAIN, MORE, labels=_PAIR),
+    "rank1/figure7": _runner(functools.partial(severities, "mean"), MAIN, MORE),
+    "rank1/figure9": _ablation(
+        ("Real (Normal)", "Positive (log-normal)"), BOTH, {"Real (Normal)": ("Positive (log-normal)",)},
+        {"nll": "NLL", "ece": "ECE"},
+    ),
+    "rank1/figure10": _runner(functools.partial(severities, "median"), MAIN),
+    "rank1/figure11": _runner(functools.partial(severities, "median"), MORE),
+    "rank1/collapse": _runner(collapse, ABLATIONS, labels=COLLAPSE),
+    "rank1/ood": _runner(ood, MAIN),
+}  # fmt: skip

@@ -1,0 +1,31 @@
+"""What is seen of rank-1 networks while they train: the spread of their components, members and mixture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from slimbayes.analysis import component_spread
+from slimbayes.evaluate import assess
+from slimbayes.experiments.images import evaluation
+from slimbayes.experiments.networks import Prepared
+from slimbayes.experiments.session import Probe, Session
+
+
+def progress(session: Session, examples: int) -> Probe:
+    """How far components are apart, and figures of the mixture and its members on the first test examples."""
+
+    def probe(model: nn.Module, prepared: Prepared, step: int) -> dict[str, Any]:
+        rows = prepared.data.test[:examples].to(session.device)
+        with evaluation(session, step):
+            batch = rows.inputs, rows.targets
+            found = assess(model.eval(), [batch], prepare=prepared.data.scaling).compute()
+        spreads = [value for layer in component_spread(model).values() for value in layer.values()]
+        return {
+            "nll": found["nll"], "member_nll": found["gibbs_nll"], "accuracy": 100 * found["accuracy"],
+            **({"disagreement": found["disagreement"]} if "disagreement" in found else {}),
+            **({"spread": sum(spreads) / len(spreads)} if spreads else {}),
+        }  # fmt: skip
+
+    return probe

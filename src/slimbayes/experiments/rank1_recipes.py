@@ -1,0 +1,212 @@
+"""How the rank-1 paper's networks on CIFAR are trained at each scale: rows, sizes and recipes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from slimbayes.data import Scaling
+from slimbayes.experiments import rank1_settings as settings
+from slimbayes.experiments.catalogue import find
+from slimbayes.experiments.entry import Setting
+from slimbayes.experiments.networks import Prepared, Recipe, Trained
+from slimbayes.experiments.rank1_probes import progress
+from slimbayes.experiments.session import Session, with_precision
+from slimbayes.training import Training
+
+MAIN, MORE, ABLATIONS, WIDE = "cifar10", "cifar100", "cifar10-ablations", "cifar10-wide"
+DATA = {MAIN: "cifar10", MORE: "cifar100", ABLATIONS: "cifar10", WIDE: "cifar10"}
+GAUSSIAN, CAUCHY = settings.GAUSSIAN, settings.CAUCHY
+DETERMINISTIC, BATCH_ENSEMBLE = "Deterministic", "BatchEnsemble"
+PAD = 2
+PROBES = 20  # looks at a network while it trains
+# The constants of the reference code at the paper's time, for CIFAR-10 and CIFAR-100 alike.
+SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), 1 / 255)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A network of a table: the paper's setting, its method, and the layers it is for."""
+
+    setting: Setting
+    method: str
+    layers: str | None = None
+
+    @property
+    def samples(self) -> int:
+        """Of the factors of every component, in evaluation."""
+        return self.setting.samples
+
+
+def _row(setting: Setting, label: str) -> Row:
+    # Dropout is between the two convolutions of a block: on the inputs of its second norm.
+    return Row(setting, setting.methods[label], "norm2" if label == "MC dropout" else None)
+
+
+def _rows(entry: str) -> dict[str, Row]:
+    """Every row of an entry, by its label."""
+    return {label: _row(setting, label) for setting in find(entry).settings for label in setting.methods}
+
+
+# Rows of the paper's ablations that are its main network under another name.
+SAME = {
+    "both": GAUSSIAN, "K = 4": GAUSSIAN, "Average": GAUSSIAN, "p = 0.001": GAUSSIAN, "Real (Normal)": GAUSSIAN,
+    "KL summed": GAUSSIAN,
+}  # fmt: skip
+
+
+@functools.cache
+def rows_of(setting: str) -> Mapping[str, Row]:
+    """The networks of a setting, by label.
+
+    >>> list(rows_of("cifar100"))[:2]
+    ['Deterministic', 'BatchEnsemble']
+    """
+    if setting != ABLATIONS:
+        return _rows("rank1/table3" if setting == MORE else "rank1/table2")
+    main = rows_of(MAIN)
+    found = {label: main[label] for label in (GAUSSIAN, CAUCHY, BATCH_ENSEMBLE, DETERMINISTIC)}
+    for entry in ("figure2", "figure3", "figure4", "figure-v1-5", "figure9", "collapse"):
+        found |= {label: row for label, row in _rows(f"rank1/{entry}").items() if label not in SAME}
+    few = settings.gaussian(options=", components_per_step=4", components=16)  # what the paper only suggests
+    return found | {"K = 16, 4 per step": Row(settings.rank1_cifar({GAUSSIAN: few}), few)}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a scale makes of a setting."""
+
+    share: float  # of the paper's epochs
+    seeds: int
+    corrupted: int  # test images that are corrupted, of each type and severity
+    networks: Mapping[str, str] = field(default_factory=dict)  # in the place of the paper's
+    data: str = ""  # likewise
+    rows: tuple[str, ...] = ()  # that are run; none: all
+    chunk: int = 2_500  # rows of one pass in evaluation
+    probed: int = 2_000  # test images on which a network is looked at while it trains
+    most_samples: int = 25
+    steps: int | None = None  # at most so many
+
+
+def _narrow(depth: int, width: int, half: int) -> dict[str, str]:
+    return {
+        "wrn(depth=28, width=10)": f"wrn(depth={depth}, width={width})",
+        "wrn(depth=28, width=5)": f"wrn(depth={depth}, width={half})",
+    }
+
+
+_FOUR = (DETERMINISTIC, BATCH_ENSEMBLE, GAUSSIAN, CAUCHY)
+_SMOKE = Size(0.0, 1, 20, _narrow(10, 1, 1), "digits", chunk=1_000, probed=30, most_samples=2, steps=4)
+_DESK = Size(0.04, 1, 200, _narrow(10, 2, 1), chunk=1_000, probed=500)
+_WRN16 = _narrow(16, 4, 2)
+SIZES: dict[tuple[str, str], Size] = {
+    (MAIN, "smoke"): _SMOKE,
+    (MAIN, "desk"): _DESK,
+    (MAIN, "gpu"): Size(0.2, 3, 2_000, _WRN16),
+    (MAIN, "paper"): Size(1.0, 10, 10_000),
+    (MORE, "smoke"): replace(_SMOKE, rows=_FOUR),
+    (MORE, "desk"): replace(_DESK, rows=_FOUR),
+    (MORE, "gpu"): Size(0.2, 3, 2_000, _WRN16, rows=_FOUR),
+    (MORE, "paper"): Size(1.0, 10, 10_000),
+    (ABLATIONS, "smoke"): _SMOKE,
+    (ABLATIONS, "desk"): _DESK,
+    (ABLATIONS, "gpu"): Size(0.1, 3, 1_000, _narrow(16, 2, 1)),
+    (ABLATIONS, "paper"): Size(1.0, 3, 10_000),
+    (WIDE, "gpu"): Size(0.2, 1, 2_000, rows=(DETERMINISTIC, GAUSSIAN)),  # the paper's own network
+}
+SETTINGS = tuple(dict.fromkeys(setting for setting, _ in SIZES))
+
+
+def size_of(setting: str, scale: str) -> Size:
+    """The size of a setting at a scale."""
+    return SIZES[setting, scale]
+
+
+def data_of(setting: str, scale: str) -> str:
+    """The data set that is trained on.
+
+    >>> data_of("cifar10-ablations", "gpu"), data_of("cifar100", "smoke")
+    ('cifar10', 'digits')
+    """
+    return size_of(setting, scale).data or DATA[setting]
+
+
+def prepare(session: Session, setting: str) -> Prepared:
+    """The data of a setting as the paper prepares them: padded by 2, cropped and flipped in training."""
+    data = data_of(setting, session.scale)
+    return session.prepared(data, None if data == "digits" else SCALING, pad=PAD)
+
+
+def network_of(setting: str, scale: str, label: str) -> str:
+    """The network of a row at a scale.
+
+    >>> network_of("cifar10", "gpu", "Ensemble 4×WRN-28-5")
+    'wrn(depth=16, width=2)'
+    """
+    wanted = rows_of(setting)[label].setting.network
+    return size_of(setting, scale).networks.get(wanted, wanted)
+
+
+def epochs_of(setting: str, scale: str, label: str) -> int:
+    """The paper's epochs in the proportion of the scale.
+
+    >>> epochs_of("cifar10", "gpu", "Deterministic"), epochs_of("cifar10", "gpu", "Rank-1 Gaussian")
+    (40, 50)
+    """
+    paper: int = rows_of(setting)[label].setting.training["epochs"]
+    return max(2, round(size_of(setting, scale).share * paper))
+
+
+def recipe(session: Session, setting: str, label: str) -> Recipe:
+    """The recipe of a row: the paper's, all its schedules in proportion to the epochs."""
+    row, epochs = rows_of(setting)[label], epochs_of(setting, session.scale, label)
+    cuda = session.device.type == "cuda"
+    options = {
+        **row.setting.training, "epochs": epochs, "steps": size_of(setting, session.scale).steps,
+        "accelerator": session.device.type,
+        "warmup": min(row.setting.training["warmup"], epochs / 4),
+        "precision": "bf16-mixed" if cuda else "32-true", "compile": cuda, "capture": cuda,
+        "checkpoint_every": 2000 if cuda else 200,
+    }  # fmt: skip
+    return Recipe(
+        setting, "trained", label, network_of(setting, session.scale, label), data_of(setting, session.scale),
+        row.method, Training(**options), row.layers,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One network to train and measure: which row of which setting, and its seed."""
+
+    setting: str
+    label: str
+    seed: int
+
+    def words(self) -> str:
+        """What it is, for a line of progress."""
+        return f"{self.setting} {self.label} seed {self.seed}"
+
+
+def train(session: Session, job: Job) -> Trained:
+    """The trained network of a job, looked at while it trains."""
+    with_precision(session)
+    made, prepared = recipe(session, job.setting, job.label), prepare(session, job.setting)
+    each = max(1, len(prepared.data.train) // made.training.batch_size)
+    steps = min(made.training.epochs * each, made.training.steps or each * made.training.epochs)
+    size = size_of(job.setting, session.scale)
+    probe = progress(session, size.probed)
+    return session.trained(
+        made, prepared, job.seed, probe, max(1 if size.steps is None else 2, steps // PROBES)
+    )
+
+
+def jobs_of(session: Session, setting: str, labels: tuple[str, ...] = ()) -> list[Job]:
+    """The networks of a setting at the session's scale, of some rows or of all that it runs."""
+    if (setting, session.scale) not in SIZES:
+        return []
+    size = size_of(setting, session.scale)
+    wanted = dict.fromkeys(SAME.get(label, label) for label in labels) or rows_of(setting)
+    chosen = [label for label in wanted if not size.rows or label in size.rows]
+    seeds = session.seeds or size.seeds
+    return [Job(setting, label, seed) for seed in range(seeds) for label in chosen]

@@ -220,17 +220,18 @@ def component_spread(model: nn.Module) -> dict[str, dict[str, float]]:
     >>> component_spread(net)
     {'': {'r': 0.0, 's': 0.0}}
     """
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Tensor]] = {}
     for name, layer in converted_layers(root_of(model)):
-        if not isinstance(layer.bayes, Rank1Rule) or layer.bayes.components < 2:
-            continue
-        factors = {"r": layer.bayes.r, "s": layer.bayes.s}
-        found[name] = {
-            which: float(factor.loc.double().std(0).mean())
-            for which, factor in factors.items()
-            if factor is not None
-        }
-    return found
+        if isinstance(layer.bayes, Rank1Rule) and layer.bayes.components > 1:
+            factors = {"r": layer.bayes.r, "s": layer.bayes.s}
+            found[name] = {
+                which: factor.loc.float().std(0).mean()
+                for which, factor in factors.items()
+                if factor is not None
+            }
+    spreads = [spread for layer in found.values() for spread in layer.values()]
+    numbers = iter(torch.stack(spreads).tolist() if spreads else ())  # a GPU is waited for once
+    return {name: {which: next(numbers) for which in layer} for name, layer in found.items()}
 
 
 def _oriented(layer: Converted, tensor: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from slimbayes.analysis import component_spread
 from slimbayes.evaluate import assess
 from slimbayes.experiments.images import evaluation
 from slimbayes.experiments.networks import Prepared
 from slimbayes.experiments.session import Probe, Session
+from slimbayes.training.monitor import spread_of
 
 
 def progress(session: Session, examples: int) -> Probe:
@@ -21,11 +21,11 @@ def progress(session: Session, examples: int) -> Probe:
         with evaluation(session, step):
             batch = rows.inputs, rows.targets
             found = assess(model.eval(), [batch], prepare=prepared.data.scaling).compute()
-        spreads = [value for layer in component_spread(model).values() for value in layer.values()]
+        spread = spread_of(model)
         return {
             "nll": found["nll"], "member_nll": found["gibbs_nll"], "accuracy": 100 * found["accuracy"],
             **({"disagreement": found["disagreement"]} if "disagreement" in found else {}),
-            **({"spread": sum(spreads) / len(spreads)} if spreads else {}),
+            **({"spread": spread["component_spread"]} if spread else {}),
         }  # fmt: skip
 
     return probe

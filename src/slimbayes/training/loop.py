@@ -20,7 +20,7 @@ from slimbayes.evaluate import evaluate
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError
 from slimbayes.record import find_record, unwrap
 from slimbayes.training.keeping import STATE, keep, put_weights, take_up, weights_of
-from slimbayes.training.monitor import History, Progress, Row, tensorboard
+from slimbayes.training.monitor import History, Progress, Row, spread_of, tensorboard, warn_of_collapse
 from slimbayes.training.recording import Recorder, check_recordable
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_source, mixed_seed
@@ -302,6 +302,7 @@ class Run:
             "lr": self.settings.lr * self.settings.multiplier(step, self.steps, self.per_epoch),
             "kl_weight": self.settings.kl_factor(step, self.steps),
             "examples_per_second": rate,
+            **spread_of(self.model),
         }
         last_step = self.step == self.steps
         if (
@@ -311,6 +312,7 @@ class Run:
         ):
             row.update(self._validate())
         self.history.add(row)
+        warn_of_collapse(self.history.rows)
         if self.logger is not None:
             named = {f"train/{k}": v for k, v in row.items() if k != "step"}
             self.logger.log_metrics(named, step=self.step)

@@ -7,15 +7,19 @@ import csv
 import io
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from slimbayes.analysis import component_spread
 from slimbayes.files import write_whole
 
 COLUMNS = (
     "step", "epoch", "loss", "nll", "kl", "lr", "kl_weight", "examples_per_second",
-    "validation_nll", "validation_accuracy", "validation_ece", "validation_rmse",
+    "validation_nll", "validation_accuracy", "validation_ece", "validation_rmse", "component_spread",
 )  # fmt: skip
 Row = dict[str, float]
 
@@ -48,6 +52,34 @@ def _line(row: Row) -> str:
 
 def _cell(value: float | None) -> str:
     return "" if value is None else str(value) if isinstance(value, int) else f"{value:.9g}"
+
+
+COLLAPSED = 0.01  # spread of components around factors of 1
+
+
+def spread_of(model: nn.Module) -> Row:
+    """The mean over layers and factors of ``analysis.component_spread``, where there are components.
+
+    >>> import slimbayes as sb
+    >>> spread_of(sb.bayesianize(nn.Linear(2, 3), sb.BatchEnsemble(random_sign_init=0.0)))
+    {'component_spread': 0.0}
+    """
+    spreads = [value for layer in component_spread(model).values() for value in layer.values()]
+    return {"component_spread": sum(spreads) / len(spreads)} if spreads else {}
+
+
+def warn_of_collapse(rows: list[Row]) -> None:
+    """Warn where the last row is the first in which components are no longer apart, though they once were."""
+    spreads = [row["component_spread"] for row in rows if "component_spread" in row]
+    if len(spreads) < 2 or not spreads[-1] < COLLAPSED <= min(spreads[:-1]):
+        return
+    warnings.warn(
+        f"the components of the rank-1 factors have become one: by step {rows[-1]['step']:.0f} their spread has "
+        f"fallen from {spreads[0]:.2g} to {spreads[-1]:.2g}, and the mixture is hardly better than a member. Let the "
+        f"KL reach its full weight only when the learning rate has fallen (kl_annealing=0.8 with schedule='steps'), "
+        f"or average it over components (kl_reduction='mean')",
+        stacklevel=3,
+    )
 
 
 def tensorboard(folder: Path | None) -> Any:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn.utils import parametrize, prune
 
 import slimbayes as sb
 from slimbayes import keyed
-from slimbayes.apply import ahead
+from slimbayes.apply import ahead, versions
 from slimbayes.keyed import keyed_noise, keyed_uniforms, layer_key
 from slimbayes.models import WideResNet
 from slimbayes.record import converted_layers
@@ -108,8 +109,8 @@ def test_the_generator_runs_once_for_all_layers(monkeypatch):
 @pytest.mark.parametrize("name", METHODS)
 def test_passes_of_a_prediction_have_the_draws_of_the_whole(name, limit, monkeypatch):
     """Whatever is chosen ahead, in passes of one sample or of several, the last one shorter, for blocks of rows."""
-    monkeypatch.setattr(ahead, "_LARGEST", limit)
-    monkeypatch.setattr(ahead, "_LARGE", min(limit, ahead._LARGE))
+    monkeypatch.setattr(versions, "_LARGEST", limit)
+    monkeypatch.setattr(versions, "_SMALL", min(limit, versions._SMALL))
     torch.manual_seed(0)
     model, x = sb.bayesianize(Tied(), METHODS[name]).eval(), torch.randn(4, 6)
     components = 2 if "Rank1" in name else 1
@@ -130,12 +131,12 @@ def test_the_generator_runs_once_for_many_passes(monkeypatch):
     model, x = sb.bayesianize(WideResNet(10, 1, 4, channels=1), sb.ECMP(3)).eval(), torch.randn(5, 1, 8, 8)
     sb.predict(model, x, samples=2, seed=0, chunk=5)
     calls = []
-    made = ahead.keyed_uniforms
-    monkeypatch.setattr(ahead, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
+    made = versions.keyed_uniforms
+    monkeypatch.setattr(versions, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
     sb.predict(model, x, samples=20, seed=0, chunk=5)
     assert calls == [20]
     numbers = sum(t[0].numel() for n, t in model.named_parameters() if t.shape[0] == 3 and "conv" not in n)
-    monkeypatch.setattr(ahead, "_FEW", 8 * numbers)
+    monkeypatch.setattr(ahead, "FEW", 8 * numbers)
     sb.predict(model, x, samples=20, seed=0, chunk=5)
     assert calls[1:] == [8, 8, 4], "no more than should be held at a time"
 
@@ -161,7 +162,7 @@ def test_layers_of_one_draw_take_what_is_chosen_without_asking(name, others, mon
     torch.testing.assert_close(cut, whole)
     with torch.no_grad():
         torch.testing.assert_close(sb.draw(model, x, seed=9, first_sample=2)[0], whole[2])
-    assert set(asked) == others
+    assert set(asked) == others | {"output"}, "for one pass the large layer's versions are not copied"
     asked.clear()
     sb.draw(model, x, seed=9)
     assert set(asked) == set(EVERY), "gradients need the versions themselves"
@@ -180,11 +181,101 @@ def test_the_first_pass_looks_at_the_rows_and_later_ones_where_they_do_not_fit()
     model.more = torch.randn(3, 6)
     with pytest.raises(ValueError, match="'norm' got an input whose first dimension is 3"):
         sb.predict(model, x, samples=3, seed=0, chunk=4)
+    model.more = torch.randn(8, 6)  # twice as many, but not those of the batch: seen by the first pass alone
+    with pytest.raises(ValueError, match="'norm' got an input whose first dimension is 8"):
+        sb.predict(model, x, samples=3, seed=0, chunk=4)
     model.more = None
     sb.predict(model, x, samples=3, seed=0, chunk=4)
-    model.more = torch.randn(3, 6)
-    with pytest.raises(ValueError, match="'norm' got an input whose first dimension is 3"):
-        sb.predict(model, x, samples=3, seed=0, chunk=4)
+    for rows in (3, 0):
+        model.more = torch.randn(rows, 6)
+        with pytest.raises(ValueError, match=f"'norm' got an input whose first dimension is {rows}"):
+            sb.predict(model, x, samples=3, seed=0, chunk=4)
+
+
+def fast_and_plain(make, samples=5):
+    """Predictions in passes, with and without the fast path, of a network that ``make`` makes anew."""
+    found = []
+    for paths in ({}, {"factors": False}):
+        torch.manual_seed(0)
+        model, x = make()
+        with sb.fast_paths(**paths):
+            found.append(
+                sb.predict(model.eval(), x, samples=samples, seed=9, noise="shared", chunk=len(x)).draws
+            )
+    return found
+
+
+WIDTHS = (6, 200)  # chosen side by side, and from where they lie
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_network_inside_may_have_layers_of_the_same_names(width):
+    def make():
+        inside = sb.bayesianize(nn.Sequential(nn.Linear(width, width)), sb.MeanField(stddev_init=0.3))
+        model = sb.bayesianize(nn.Sequential(nn.Linear(width, width)), sb.EMP(3, "output", init_noise=0.5))
+        model[0].register_forward_hook(lambda module, inputs, y: y + 0.1 * inside[0](inputs[0]))
+        return model, torch.randn(4, width)
+
+    torch.testing.assert_close(*fast_and_plain(make))
+
+
+def test_a_norm_with_statistics_of_its_own_may_share_its_weight():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.bn = nn.LayerNorm(6), nn.BatchNorm1d(6)
+            self.bn.weight, self.bn.bias = self.a.weight, self.a.bias
+
+        def forward(self, x):
+            return self.bn(self.a(x))
+
+    def make():
+        model = sb.bayesianize(Shared(), sb.EMP(3, ("a", "bn"), own_statistics=True, init_noise=0.5))
+        return model, torch.randn(4, 6)
+
+    torch.testing.assert_close(*fast_and_plain(make))
+
+
+def replaced(layer):
+    layer.weight = nn.Parameter(layer.weight.detach() * 1.5)
+
+
+def written(layer):
+    with torch.no_grad():
+        layer.weight.mul_(1.5)
+
+
+def pruned(layer):
+    with torch.no_grad():
+        layer.weight_orig.mul_(1.5)
+
+
+def reparametrized(layer):
+    with torch.no_grad():
+        layer.parametrizations.weight.original.mul_(1.5)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("method", [sb.EMP, sb.ECMP])
+@pytest.mark.parametrize("change", [replaced, written, pruned, reparametrized])
+def test_weights_that_are_others_in_the_next_pass(change, method, width):
+    class Half(nn.Module):
+        def forward(self, weight):
+            return weight / 2
+
+    def make():
+        net = nn.Sequential(nn.ReLU(), nn.Linear(width, width))
+        model = sb.bayesianize(net, method(3, "output", init_noise=0.5))
+        if change is pruned:
+            prune.identity(model[1], "weight")
+        if change is reparametrized:
+            parametrize.register_parametrization(model[1], "weight", Half())
+        model[1].register_forward_hook(lambda *call: change(model[1]))
+        return model, torch.randn(4, width)
+
+    fast, plain = fast_and_plain(make)
+    torch.testing.assert_close(fast, plain)
+    assert not torch.allclose(fast[0], fast[4], rtol=0.5), "the weights do change"
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -215,8 +306,8 @@ def test_a_prediction_in_inference_mode_leaves_gradients_to_others():
 def test_a_large_layer_of_one_index_leaves_room(monkeypatch):
     net = nn.Sequential(nn.Linear(64, 512), nn.LayerNorm(512), nn.Linear(512, 1000))
     model, calls = sb.bayesianize(net, sb.EMP(5)).eval(), []
-    made = ahead.keyed_uniforms
-    monkeypatch.setattr(ahead, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
+    made = versions.keyed_uniforms
+    monkeypatch.setattr(versions, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
     sb.predict(model, torch.randn(64, 64), samples=12, seed=0, chunk=64)
     assert calls == [12]
 
@@ -225,7 +316,7 @@ def test_no_memory_to_choose_ahead_is_one_pass_at_a_time(monkeypatch):
     torch.manual_seed(0)
     model, x = sb.bayesianize(Tied(), METHODS["EMP"]).eval(), torch.randn(4, 6)
     whole = sb.predict(model, x, samples=6, seed=9, noise="shared").draws
-    made, calls = ahead.keyed_uniforms, []
+    made, calls = versions.keyed_uniforms, []
 
     def short(*rest):
         calls.append(len(rest[3]))
@@ -233,9 +324,9 @@ def test_no_memory_to_choose_ahead_is_one_pass_at_a_time(monkeypatch):
             raise torch.OutOfMemoryError("no memory left")
         return made(*rest)
 
-    monkeypatch.setattr(ahead, "keyed_uniforms", short)
+    monkeypatch.setattr(versions, "keyed_uniforms", short)
     cut = sb.predict(model, x, samples=6, seed=9, noise="shared", chunk=8)
-    assert calls == [6, 2, 2, 2], "tried once"
+    assert calls.count(6) == 1 and calls[0] == 6 and set(calls[1:]) == {2}, "tried once"
     torch.testing.assert_close(cut.draws, whole)
 
 
@@ -306,7 +397,7 @@ def test_memory_that_ends_in_the_middle_leaves_the_draws_as_they_are(monkeypatch
 
 
 def test_draws_without_a_seed_are_left_alone(monkeypatch):
-    monkeypatch.setattr(ahead, "keyed_uniforms", lambda *rest: pytest.fail("no seed"))
+    monkeypatch.setattr(versions, "keyed_uniforms", lambda *rest: pytest.fail("no seed"))
     model = sb.bayesianize(Tied(), METHODS["ECMP"])
     for options in ({}, {"noise": "mean", "seed": 1}):
         sb.draw(model, torch.randn(4, 6), **options)

@@ -6,6 +6,7 @@ from helpers_networks import METHODS, convert, features, images, mlp, residual_n
 from torch import nn
 
 import slimbayes as sb
+from slimbayes.predictive import Moments
 
 PARTS = ("mean", "variance", "aleatoric", "epistemic", "entropy", "expected_entropy", "mutual_information")
 LIKELIHOODS = {
@@ -220,3 +221,32 @@ def test_a_wrapper_in_training_mode_does_not_leave_components_out():
     model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=4, components_per_step=2))
     wrapped = DistributedDataParallel(model).train()
     assert sb.predict(wrapped, torch.randn(5, 3), seed=0).draws.shape[0] == 4
+
+
+class Unchecked(sb.Categorical):
+    """A likelihood whose moments look at nothing."""
+
+    def moments(self, draws):
+        log_p = draws.log_softmax(-1)
+        return Moments.of(log_p.exp(), log_p.exp(), draws.sum(-1), log_p)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("likelihood", [sb.Categorical(), Unchecked()])
+@pytest.mark.parametrize(("bad", "passes"), [(1, 1), (6, 8), (9, 9)])
+def test_outputs_that_are_not_finite_are_found_with_the_passes_beside_them(bad, passes, likelihood, keep):
+    """Those of the first pass at once, those of later ones when they are looked at together: here four at a time."""
+    calls = []
+
+    def spoil(module, inputs, output):
+        calls.append(1)
+        return output * float("nan") if len(calls) == bad else output
+
+    model = sb.bayesianize(nn.Linear(64, 4), sb.EMP(3, "output")).eval()
+    sb.predict(model, torch.randn(4, 64), samples=2, seed=0, chunk=4)
+    model.register_forward_hook(spoil)
+    with pytest.raises(ValueError, match="are NaN or infinite"):
+        sb.predict(
+            model, torch.randn(4, 64), samples=9, seed=0, chunk=4, keep_draws=keep, likelihood=likelihood
+        )
+    assert len(calls) == passes

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimbayes.keyed import keyed_noise, layer_key
 from slimbayes.noise import fresh_noise
@@ -46,8 +46,8 @@ class Settled(ABC):
     """Weights that are known before the network runs, where a layer need not ask how they came about (``ahead.py``)."""
 
     @abstractmethod
-    def pair(self, layer: str) -> tuple[Tensor, Tensor | None] | None:
-        """The layer's weight and bias, or None if it has to see for itself."""
+    def pair(self, rule: nn.Module, name: str) -> tuple[Tensor, Tensor | None] | None:
+        """The weight and bias of the layer that has this rule, by its name; None if it has to see for itself."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,10 @@ class Draw:
     def rows(self) -> int:
         """Number of rows that the network sees."""
         return self.components * self.samples * self.batch
+
+    def fits(self, rows: int) -> bool:
+        """Whether these can be the rows of a layer: those of the draw, once or several times."""
+        return rows != 0 and rows % self.rows == 0
 
     def bare(self) -> Draw:
         """The same draw with nothing sampled or seen yet."""
@@ -318,7 +322,7 @@ def frame(layer: str, rows: int, components: int = 1, untiled: bool = False) -> 
         draw.rows_seen.setdefault(layer, []).append(rows)
     if untiled:
         rows = rows * draw.components * draw.samples
-    if rows % draw.rows != 0 or rows == 0:
+    if not draw.fits(rows):
         raise RowError(row_message(layer, rows, draw))
     extra = rows // draw.rows
     return Frame(draw.components, draw.samples, draw.batch, extra, draw.noise, draw, not untiled)

@@ -174,7 +174,7 @@ def draw_flat(
 
 def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, ahead: Ahead | None) -> None:
     now.gradients = torch.is_grad_enabled()
-    if ahead is not None and ahead.alone and may_choose(now) and ahead.hand_over(now):
+    if ahead is not None and ahead.only_patches and may_choose(now) and ahead.hand_over(now):
         return
     again = record.checkpointed or not SEES_CHECKPOINTS
     if now.gradients and again and not torch.compiler.is_compiling():
@@ -196,7 +196,9 @@ def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, ahea
             prefill_weights(others, now)
             prefill_keyed(others, now, ahead)
     if ahead is not None:
-        ahead.alone = len(others) == len(layers) and all(type(rule) is IndexedRule for rule, _ in others)
+        ahead.only_patches = len(others) == len(layers) and all(
+            type(rule) is IndexedRule for rule, _ in others
+        )
 
 
 def _hooked(model: nn.Module) -> bool:

@@ -199,24 +199,29 @@ def keyed_uniforms(
     c0, c1, c2, c3 = (word.expand(size) for word in counter)
     words = philox((c0, c1, c2, c3), (k0, k1))
     real = torch.float64 if dtype == torch.float64 else torch.float32
-    return (
-        _uniform(words, real, torch.finfo(dtype)).to(dtype).flatten(2).flatten(0, 1).index_select(1, columns)
-    )
+    made = _uniform(words, real, torch.finfo(dtype)).to(dtype).flatten(2).flatten(0, 1)
+    return made if columns is None else made.index_select(1, columns)
 
 
 def _joint(
     seed: int, sources: tuple[tuple[str, int], ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Keys and number of every block [B], and the place of every source's elements among the blocks' words."""
     owner, block, columns = _blocks(tuple(count for _, count in sources), device)
-    keys = torch.tensor([layer_key(seed, name) for name, _ in sources]).to(device)
-    k0, k1 = keys.index_select(0, owner).unbind(1)
+    k0, k1 = _keys(seed, tuple(name for name, _ in sources), device).index_select(0, owner).unbind(1)
     return k0, k1, block, columns
 
 
 @functools.lru_cache(maxsize=32)
-def _blocks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Whose every block [B] is, its number there, and the place of every source's elements among the words."""
+def _keys(seed: int, names: tuple[str, ...], device: torch.device) -> Tensor:
+    """The keys of some layers, [layers, 2]."""
+    with torch.inference_mode(False):
+        return torch.tensor([layer_key(seed, name) for name in names]).to(device)
+
+
+@functools.lru_cache(maxsize=32)
+def _blocks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Whose every block [B] is, its number there, and the places of elements among the words; None: all, in order."""
     owners, blocks, columns, start = [], [], [], 0
     for source, count in enumerate(counts):
         number = (count + 3) // 4
@@ -225,8 +230,8 @@ def _blocks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
         columns.append(torch.arange(4 * start, 4 * start + count))
         start += number
     with torch.inference_mode(False):
-        owner, block, place = (torch.cat(parts).to(device) for parts in (owners, blocks, columns))
-        return owner, block, place
+        owner, block, places = (torch.cat(parts).to(device) for parts in (owners, blocks, columns))
+        return owner, block, places if sum(counts) < 4 * start else None
 
 
 def _check(kind: str, stream: int, numel: int, dtype: torch.dtype) -> None:

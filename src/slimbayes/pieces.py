@@ -49,8 +49,9 @@ class Pieces:
         part = self.flat.map_tiled(lambda leaf: leaf[rows], stop - start)
         pieces: list[Tensor] = []
         moments: Moments | None = None
-        # Moments of small outputs, pass by pass, cost as much as some layers: a few are held, fewer than the inputs.
-        first, held, most = 0, 0, min(part.numel() // 2, _HELD)
+        # Moments of small outputs, pass by pass, cost as much as some layers, and a look at values waits for a GPU:
+        # both are for several passes together, whose outputs are fewer than the inputs.
+        first, held, most, seen = 0, 0, min(part.numel() // 4, _HELD), 0
         while first < self.samples:
             count = min(per_pass, self.samples - first)
             smallest = count == 1 and stop - start == 1
@@ -61,17 +62,19 @@ class Pieces:
                     return None, 1
                 per_pass = count // 2
                 continue
-            if (
-                first == 0
-            ):  # to look at values is to wait for a GPU: of later passes they are seen with the moments
-                self.likelihood.check(draws)
-            first += count
             pieces.append(draws.unflatten(0, (self.components, count)))  # [K, s, b, ...]
             held += draws.numel()
-            if not self.keep_draws and (held >= most or first == self.samples):
-                new = self.likelihood.moments(_joined(pieces))
-                moments = new if moments is None else moments.merge(new)
-                pieces, held = [], 0
+            last = first + count == self.samples
+            if first == 0 or held >= most or last:
+                self.likelihood.check(_joined(pieces[seen:]))
+                seen = len(pieces)
+            first += count
+            if held >= most or last:
+                held = 0
+                if not self.keep_draws:
+                    new = self.likelihood.moments(_joined(pieces))
+                    moments = new if moments is None else moments.merge(new)
+                    pieces, seen = [], 0
         return self.likelihood.predictive(_joined(pieces) if moments is None else moments), per_pass
 
     def _last_words(self, error: BaseException) -> str:

@@ -45,7 +45,7 @@ def predict(
     examples) of one pass, at least one example of every component; None lets the free memory decide. The
     result is the same as in one pass with the same seed. A pass that runs out of memory is halved and tried
     again. ``keep_draws=False`` keeps running moments instead of all outputs: memory does not grow with the number of
-    draws, but for what passes hold together, at most about as much as the inputs or half a MiB. ``select`` picks the
+    draws, but for what passes hold together, at most about twice the inputs' or half a MiB. ``select`` picks the
     tensor to score from a structured output (default: the tensor itself, or ``.logits``). ``first_example`` is the
     index of the first example, as in ``draw``.
 

@@ -20,6 +20,7 @@ __all__ = [
     "Operation",
     "Rule",
     "Slot",
+    "own_parameter",
     "per_draw",
     "rowwise",
     "sample",
@@ -151,6 +152,11 @@ def scale_inputs(
             changed[slot.position] = rowwise(x, part, slot.axis, frame, combine)
         start += slot.size
     return tuple(changed)
+
+
+def own_parameter(op: Operation, which: str, tensor: Tensor) -> bool:
+    """Whether a layer's tensor is what it will be when the layer runs: its own parameter, which no hook sets."""
+    return op._parameters.get(which) is tensor and not op._forward_pre_hooks
 
 
 def per_draw(op: Operation, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:

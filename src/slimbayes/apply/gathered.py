@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimbayes import fast
-from slimbayes.apply.base import Operation, Rule
+from slimbayes.apply.base import Operation, Rule, own_parameter
 from slimbayes.apply.sampled import SampledRule
 from slimbayes.apply.weights import by_kernel, make_weights, sample_weights
 from slimbayes.apply.whole import compiled_weights
@@ -64,11 +64,6 @@ def prefill_weights(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> Non
         draw.prefilled[f"{source}.noise"] = noise
         draw.prefilled[f"{source}.centred" if alone else source] = value
     draw.byproducts[known.sources[0]] = known
-
-
-def _own_parameter(op: Operation, which: str, tensor: Tensor) -> bool:
-    """Whether a layer's tensor is what it will be when the layer runs: its own parameter, which no hook sets."""
-    return op._parameters.get(which) is tensor and not op._forward_pre_hooks
 
 
 def _draw_noise(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> None:
@@ -185,7 +180,7 @@ def _look(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> tuple[Byprodu
                 continue
             source = rule.tensor(op, which)[2]
             found = None if source in known.sources else rule.by_parameters(op, which)
-            if found is None or not _alike(found[0], known) or not _own_parameter(op, which, found[0].loc):
+            if found is None or not _alike(found[0], known) or not own_parameter(op, which, found[0].loc):
                 continue
             known.add(source, *found)
             centred.append(alone)

@@ -116,7 +116,7 @@ class IndexedRule(Rule):
         return per_draw(op, inputs, weight, bias)
 
     def _chosen(self, points: Tensor, source: str, frame: Frame) -> Tensor:
-        """The versions [draws, *shape] that this draw takes: known before the network ran (``patched``), or now."""
+        """The versions [draws, *shape] that this draw takes: known beforehand (``patched``, ``ahead``), or now."""
         known = frame.ahead(f"{source} chosen")
         if known is not None:
             return known

@@ -249,10 +249,8 @@ def _reference_prediction(
     run = compiled(function, REFERENCE, mode)
 
     def step() -> Tensor:
-        with (
-            torch.no_grad(),
-            precision(device),
-        ):  # around all passes: weights are rounded once, as in a prediction
+        # Around all passes: weights are rounded once, as in a prediction.
+        with torch.no_grad(), precision(device):
             for _ in range(passes):
                 if mode == "graphs":
                     torch.compiler.cudagraph_mark_step_begin()

@@ -65,8 +65,8 @@ def start_of(noise: float) -> str:
         apart = f"components start apart by a standard deviation of {noise:g} (init_noise)"
         return f"{apart}; the paper has them random and says no more."
     return (
-        "components start equal (init_noise=0.0), which of the starts in emp/extras has the lowest NLL on held-out "
-        "examples; the paper has them random and says no more."
+        "components start equal (init_noise=0.0), which of the starts in emp/extras (WRN-16-4 on CIFAR-100) has the "
+        "lowest NLL on held-out examples, for EMP within the error of 0.03; the paper has them random and says no more."
     )
 
 

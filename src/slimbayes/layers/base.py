@@ -28,8 +28,8 @@ class Converted(Operation, ABC):
         output: Tensor
         draw = current_draw()
         if draw is not None and draw.settled is not None:
-            pair = draw.settled.pair(self.bayes.name)
-            if pair is not None and inputs[0].shape[0] % draw.batch == 0:
+            pair = draw.settled.pair(self.bayes, self.bayes.name)
+            if pair is not None and draw.fits(inputs[0].shape[0]):
                 return self.compute(inputs, *pair)
         draw = late_draw()
         if draw is None:

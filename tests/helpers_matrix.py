@@ -151,6 +151,11 @@ METHODS = {
     "DeepEnsemble": sb.DeepEnsemble(members=2, reinitialize=False),
     "Deterministic": sb.Deterministic(),
 }
+# Options by which a rule goes other ways: on a few layer types.
+VARIANTS = {
+    "Rank1 input": sb.Rank1(components=3, random="input"),
+    "Rank1 output": sb.Rank1(components=3, random="output"),
+}
 
 
 def supports(method, kind):
@@ -160,6 +165,8 @@ def supports(method, kind):
 
 PAIRS = [(m, kind) for m, method in METHODS.items() for kind in CASES if supports(method, kind)]
 REFUSED = [(m, kind) for m in METHODS for kind in CASES if (m, kind) not in PAIRS]
+EVERY = {**METHODS, **VARIANTS}
+EVERY_PAIR = PAIRS + [(m, kind) for m in VARIANTS for kind in ("Linear", "Conv2d", "Bilinear")]
 
 
 def cases_of(kind, method, trained=False):

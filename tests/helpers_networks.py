@@ -14,6 +14,7 @@ METHODS = {
     "cauchy": lambda: sb.Rank1(components=2, posterior="cauchy", dropout_rate=0.01),
     "lognormal": lambda: sb.Rank1(components=2, posterior="lognormal", random_sign_init=-0.2),
     "additive": lambda: sb.Rank1(components=2, perturbation="additive", dropout_rate=0.1),
+    "random_output": lambda: sb.Rank1(components=2, dropout_rate=0.1, random="output"),
     "batch_ensemble": lambda: sb.BatchEnsemble(components=3),
     "meanfield": lambda: sb.MeanField(stddev_init=0.1),
     "flipout": lambda: sb.MeanField(stddev_init=0.1, estimator="flipout"),
@@ -30,7 +31,7 @@ METHODS = {
 }
 # Draws of these differ from example to example under noise="example".
 PER_EXAMPLE = {
-    "rank1", "cauchy", "lognormal", "additive", "flipout", "local", "ktied_local", "mc_dropout",
+    "rank1", "cauchy", "lognormal", "additive", "random_output", "flipout", "local", "ktied_local", "mc_dropout",
     "mc_dropout_channel",
 }  # fmt: skip
 NOISELESS = {"batch_ensemble", "deep_ensemble", "deterministic"}

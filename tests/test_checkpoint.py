@@ -68,6 +68,7 @@ OPTIONS = {
     ),
     "half-cauchy": sb.Rank1(2, posterior="halfcauchy", prior=sb.HalfCauchy(0.5, 0.1)),
     "lognormal": sb.Rank1(2, posterior="lognormal", prior=sb.LogNormal(0.0, 0.2), factors="input"),
+    "random": sb.Rank1(2, posterior="cauchy", random="input"),
     "subset": sb.Rank1(4, components_per_step=2, train_base=False, random_sign_init=0.75),
     "he": sb.MeanField(
         prior=sb.HeNormal(), estimator="flipout", biases=False, tied_mean=True, stddev_max=0.2

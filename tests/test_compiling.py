@@ -29,7 +29,11 @@ NETWORKS = {
     "bottleneck": (lambda: short_resnet(Bottleneck), 32),
 }
 FUSED = (fusing.NORM_ROWS, fusing.SUM_NORM_ROWS, fusing.NORM_SUM_ROWS)
-METHODS = {"batchensemble": sb.BatchEnsemble(components=2), "rank1": sb.Rank1(components=2)}
+METHODS = {
+    "batchensemble": sb.BatchEnsemble(components=2),
+    "rank1": sb.Rank1(components=2),
+    "random output": sb.Rank1(components=2, random="output"),
+}
 
 
 def run(network: str, method: str, fuse: bool):
@@ -65,6 +69,7 @@ def run(network: str, method: str, fuse: bool):
     "network, method, counts",
     [
         ("wrn", "rank1", (4, 3, 0)),  # the sums in front of the blocks' first norms and of the last
+        ("wrn", "random output", (4, 3, 0)),
         ("deep wrn", "batchensemble", (7, 6, 0)),
         ("resnet", "batchensemble", (6, 0, 4)),  # the sums behind the blocks' last norms
         ("bottleneck", "rank1", (11, 0, 4)),
@@ -142,13 +147,14 @@ def test_unknown_mode() -> None:
         sb.compile(lambda x: x, mode="fast")
 
 
+@pytest.mark.parametrize("random", ["both", "output"])
 @pytest.mark.parametrize("posterior", ["normal", "cauchy", "lognormal", "halfcauchy"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_grouped_kl_equals_the_sum_over_layers(posterior: str, reduction: str) -> None:
+def test_grouped_kl_equals_the_sum_over_layers(posterior: str, reduction: str, random: str) -> None:
     torch.manual_seed(0)
     model = sb.bayesianize(
         nn.Sequential(nn.Linear(4, 6), nn.Conv1d(1, 2, 1)),
-        sb.Rank1(posterior=posterior, kl_reduction=reduction),
+        sb.Rank1(posterior=posterior, kl_reduction=reduction, random=random),
     ).double()
     results = []
     for fast in (True, False):

@@ -53,6 +53,10 @@ def test_rank1_options_change_the_count():
         (sb.Rank1(4), base + 8 * (inputs + outputs) + biases),
         (sb.Rank1(4, factors="input"), base + 8 * inputs + biases),
         (sb.Rank1(4, factors="output"), base + 8 * outputs + biases),
+        (sb.Rank1(4, random="input"), base + 8 * inputs + 4 * outputs + biases),
+        (sb.Rank1(4, random="output"), base + 4 * inputs + 8 * outputs + biases),
+        (sb.Rank1(4, factors="input", random="input"), base + 8 * inputs + biases),
+        (sb.Rank1(4, posterior="halfcauchy", random="input"), base + 4 * (inputs + outputs) + biases),
         (sb.Rank1(4, posterior="delta"), base + 4 * (inputs + outputs) + biases),
         (sb.Rank1(4, posterior="halfcauchy"), base + 4 * (inputs + outputs) + biases),
     ):

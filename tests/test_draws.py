@@ -35,7 +35,7 @@ def test_shape_counts_components_times_samples(method):
     model = convert(residual_net, METHODS[method]()).eval()
     components = METHODS[method]().traits.components
     assert components == {"rank1": 3, "batch_ensemble": 3, "deep_ensemble": 3}.get(
-        method, 2 if method in ("cauchy", "lognormal", "additive") else 1
+        method, 2 if method in ("cauchy", "lognormal", "additive", "random_output") else 1
     )
     for samples, noise in itertools.product((1, 3), ("example", "shared", "mean")):
         assert sb.draw(model, images(), samples=samples, noise=noise).shape == (components * samples, 4, 3)

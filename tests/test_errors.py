@@ -41,6 +41,7 @@ def says(*parts, kind=ValueError):
     [
         (sb.Rank1, "posterior", ("normal", "cauchy", "lognormal", "halfcauchy", "delta")),
         (sb.Rank1, "factors", ("both", "input", "output")),
+        (sb.Rank1, "random", ("both", "input", "output")),
         (sb.Rank1, "perturbation", ("multiplicative", "additive")),
         (sb.Rank1, "kl_reduction", ("sum", "mean", "monte_carlo")),
         (sb.MeanField, "estimator", ("shared", "flipout", "local")),
@@ -110,6 +111,16 @@ def test_options_that_contradict_each_other():
         sb.BatchEnsemble(random_sign_init=1.5)
     with says("random_sign_init must be", "got nan"):
         sb.Rank1(random_sign_init=NAN)
+    with says(
+        "random='input' with factors='output' leaves nothing random", "factors='both' or random='output'"
+    ):
+        sb.Rank1(factors="output", random="input")
+    with says(
+        "random='output' with factors='input' leaves nothing random", "factors='both' or random='input'"
+    ):
+        sb.Rank1(factors="input", random="output")
+    with says("random='input' has no meaning with posterior='delta'", "random='both'", "another posterior"):
+        sb.Rank1(posterior="delta", random="input")
     with says("components_per_step=5 exceeds components=4"):
         sb.Rank1(components_per_step=5)
     with says("components_per_step must be an integer of at least 1, got 0"):

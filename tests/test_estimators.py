@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import slimbayes as sb
+from slimbayes import distributions as d
 from slimbayes.apply.local import local_variance
 
 
@@ -185,13 +186,17 @@ def test_thin_variance_forms_no_matrix(rank, kind):
 
 
 @pytest.mark.parametrize("seed", [None, 8])
-@pytest.mark.parametrize("factors", ["both", "input", "output"])
+@pytest.mark.parametrize(
+    "sides",
+    [*({"factors": side} for side in ("both", "input", "output")), {"random": "input"}, {"random": "output"}],
+    ids=lambda sides: "-".join(*sides.items()),
+)
 @pytest.mark.parametrize("perturbation", ["multiplicative", "additive"])
-def test_rank1_output_moments(perturbation, factors, seed):
+def test_rank1_output_moments(perturbation, sides, seed):
     """Means and covariances of r ∘ (W (s ∘ x)) + b and W (s + x) + r + b, r and s independent Normals."""
     torch.manual_seed(6)
     model = sb.bayesianize(
-        nn.Linear(3, 2).double(), sb.Rank1(2, factors=factors, perturbation=perturbation, clip=None)
+        nn.Linear(3, 2).double(), sb.Rank1(2, perturbation=perturbation, clip=None, **sides)
     )
     scatter(model)
     nn.init.normal_(model.bias)  # one bias per component
@@ -204,6 +209,8 @@ def test_rank1_output_moments(perturbation, factors, seed):
             for factor, width in ((model.bayes.r, 2), (model.bayes.s, 3)):
                 if factor is None:
                     moments.append((torch.full((width,), neutral, dtype=F64), torch.zeros(width, dtype=F64)))
+                elif isinstance(factor(), d.Delta):
+                    moments.append((factor.loc[k], torch.zeros(width, dtype=F64)))
                 else:
                     moments.append((factor().loc[k], factor().scale[k].square()))
             (r, r_var), (s, s_var) = moments
@@ -260,6 +267,8 @@ def test_rank1_layers_components_and_factors_are_independent(seed):
 PER_EXAMPLE = {
     "Rank1": sb.Rank1(2),
     "Rank1 cauchy": sb.Rank1(2, "cauchy"),
+    "Rank1 random input": sb.Rank1(2, random="input"),
+    "Rank1 random output": sb.Rank1(2, random="output"),
     "flipout": sb.MeanField(estimator="flipout", stddev_init=0.2),
     "local": sb.MeanField(estimator="local", stddev_init=0.2),
     "KTied flipout": sb.KTied(estimator="flipout", stddev_init=0.2),
@@ -323,6 +332,8 @@ DIFFERENTIABLE = {
     "Rank1 cauchy": sb.Rank1(2, "cauchy"),
     "Rank1 lognormal": sb.Rank1(2, "lognormal"),
     "Rank1 halfcauchy": sb.Rank1(2, "halfcauchy"),
+    "Rank1 random input": sb.Rank1(2, random="input"),
+    "Rank1 random output": sb.Rank1(2, random="output", kl_reduction="mean"),
     "BatchEnsemble": sb.BatchEnsemble(2),
     "MCDropout": sb.MCDropout(0.3),
     "DropConnect": sb.DropConnect(0.3),

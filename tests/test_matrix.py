@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers_matrix import (
     CASES,
+    EVERY,
+    EVERY_PAIR,
     METHODS,
     PAIRS,
     REFUSED,
@@ -40,9 +42,10 @@ from slimbayes.methods.rank1 import POSTERIORS
 from slimbayes.record import ATTRIBUTE, find_record
 
 DOUBLE, SINGLE = 1e-12, 1e-5  # relative, in float64 and float32
-FACTORED = ("Rank1", "BatchEnsemble")  # the bias is added apart from the kernel, so bits may differ
+# The bias is added apart from the kernel, so bits may differ.
+FACTORED = ("Rank1", "Rank1 input", "Rank1 output", "BatchEnsemble")
 MIXING = {"components": 3, "learn_mixing": True, "init_noise": 0.5}
-TRAINED = {**METHODS, "EMP": sb.EMP(**MIXING), "ECMP": sb.ECMP(**MIXING)}
+TRAINED = {**EVERY, "EMP": sb.EMP(**MIXING), "ECMP": sb.ECMP(**MIXING)}
 
 
 def each(pairs):
@@ -52,9 +55,9 @@ def each(pairs):
 
 
 @pytest.mark.uncounted(but=4)
-@each(PAIRS)
+@each(EVERY_PAIR)
 def test_identity(name, kind):
-    method = METHODS[name]
+    method = EVERY[name]
     if name == "DeepEnsemble":  # one batched product rounds otherwise than one for each member
         with sb.fast_paths(members=False):
             _check_identities(kind, method, exact=True)
@@ -74,10 +77,10 @@ def _check_identities(kind, method, exact):
 
 
 @pytest.mark.uncounted(but=4)
-@each(PAIRS)
+@each(EVERY_PAIR)
 def test_identity_without_spread(name, kind):
     """The kernels that draw noise, with next to none of it: several samples, shared and per example."""
-    method = METHODS[name]
+    method = EVERY[name]
     near = DOUBLE
     if name in ("EMP", "ECMP"):
         method = replace(method, components=3)
@@ -92,16 +95,25 @@ def test_identity_without_spread(name, kind):
             )
 
 
-@pytest.mark.parametrize("factors", ["both", "input", "output"])
+SIDES = [
+    ("factors", "both"),
+    *((option, side) for option in ("factors", "random") for side in ("input", "output")),
+]
+
+
 @pytest.mark.parametrize(
-    ("posterior", "perturbation"),
+    ("posterior", "perturbation", "option", "side"),
     [
-        *((posterior, "multiplicative") for posterior in POSTERIORS),
-        *((posterior, "additive") for posterior in POSTERIORS if posterior != "lognormal"),  # it is never 0
+        (posterior, perturbation, *sides)
+        for posterior in POSTERIORS
+        for perturbation in ("multiplicative", "additive")
+        for sides in SIDES
+        if (posterior, perturbation) != ("lognormal", "additive")  # it is never 0
+        and (posterior, sides[0]) != ("delta", "random")  # nothing is random in it
     ],
 )
-def test_rank1_variants(posterior, factors, perturbation):
-    method = sb.Rank1(components=2, posterior=posterior, factors=factors, perturbation=perturbation)
+def test_rank1_variants(posterior, perturbation, option, side):
+    method = sb.Rank1(components=2, posterior=posterior, perturbation=perturbation, **{option: side})
     for case in (*CASES["Linear"], *CASES["Conv2d"], CASES["ConvTranspose1d"][1], CASES["Bilinear"][0]):
         check_identity(case, method, True, torch.float64, tolerance=(DOUBLE, DOUBLE))
     for case, noise in ((CASES["Linear"][2], "example"), (CASES["Conv2d"][1], "shared")):
@@ -109,13 +121,13 @@ def test_rank1_variants(posterior, factors, perturbation):
         check_identity(case, method, True, torch.float64, samples=2, noise=noise, tolerance=(1e-4, 1e-4))
 
 
-@each([pair for pair in PAIRS if pair[0] in FACTORED])
+@each([pair for pair in EVERY_PAIR if pair[0] in FACTORED])
 def test_rank1_is_a_factored_weight(name, kind):
     """Component k is torch's own layer with the weight W ∘ r_k s_kᵀ and the bias b_k, gradients included."""
     for case in CASES[kind]:
         torch.manual_seed(0)
         plain = case.make(torch.float64)
-        model = convert(copy.deepcopy(plain), METHODS[name])
+        model = convert(copy.deepcopy(plain), EVERY[name])
         if model.bias is not None:
             model.bias.data.normal_()
         inputs = case.inputs(dtype=torch.float64)
@@ -140,9 +152,9 @@ def test_rank1_is_a_factored_weight(name, kind):
 
 
 @pytest.mark.uncounted(but=4)
-@each(PAIRS)
+@each(EVERY_PAIR)
 def test_old_checkpoint(name, kind):
-    method = METHODS[name]
+    method = EVERY[name]
     for case in cases_of(kind, method):
         torch.manual_seed(0)
         model = neutralize(convert(Nested(case.make()), method)).eval()
@@ -162,7 +174,7 @@ def test_old_checkpoint(name, kind):
 
 
 @pytest.mark.uncounted(but=4)
-@each(PAIRS)
+@each(EVERY_PAIR)
 def test_every_parameter_gets_a_gradient(name, kind):
     method = TRAINED[name]
     for case in cases_of(kind, method, trained=True):
@@ -185,11 +197,12 @@ def test_every_parameter_gets_a_gradient(name, kind):
 
 
 @pytest.mark.uncounted(but=4)
-@each(PAIRS)
+@each(EVERY_PAIR)
 def test_finite_differences(name, kind):
     """Several draws before one backward, with keyed and with fresh noise: no sample may lose its noise."""
-    method = METHODS[name]
-    modes = ("example", "shared") if name.endswith(("Rank1", "flipout", "local")) else ("example",)
+    method = EVERY[name]
+    both = name.startswith("Rank1") or name.endswith(("flipout", "local"))
+    modes = ("example", "shared") if both else ("example",)
     for case, noise in zip(cases_of(kind, method, trained=True), modes, strict=False):
         torch.manual_seed(0)
         model = convert(case.make(torch.float64), method)
@@ -222,7 +235,7 @@ def _loss_at(loss, parameter, value):
 
 
 @pytest.mark.uncounted(but=4)
-@each(PAIRS)
+@each(EVERY_PAIR)
 def test_copies(name, kind, tmp_path):
     """deepcopy after a forward pass, state_dict, save and load: the same bits for the same seed."""
     method = TRAINED[name]
@@ -268,9 +281,9 @@ def test_padding_row_is_not_random(name):
 
 
 @pytest.mark.uncounted(but=4)
-@each(PAIRS)
+@each(EVERY_PAIR)
 def test_bfloat16(name, kind):
-    method = METHODS[name]
+    method = EVERY[name]
     for case in cases_of(kind, method, trained=True):
         torch.manual_seed(0)
         plain = case.make()
@@ -312,14 +325,14 @@ UNBATCHED = {
 }  # fmt: skip
 
 
-@each([pair for pair in PAIRS if pair[1] in UNBATCHED])
+@each([pair for pair in EVERY_PAIR if pair[1] in UNBATCHED])
 def test_unbatched(name, kind):
     """One example without a row axis, with one draw, as torch's own layer takes it."""
     ones = {
-        "Rank1": {"components": 1}, "BatchEnsemble": {"components": 1}, "DeepEnsemble": {"members": 1},
+        **{name: {"components": 1} for name in FACTORED}, "DeepEnsemble": {"members": 1},
         "MCDropout": {"rate": 0.0}, "DropConnect": {"rate": 0.0},
     }  # fmt: skip
-    method = replace(METHODS[name], **ones.get(name, {}))
+    method = replace(EVERY[name], **ones.get(name, {}))
     for case in cases_of(kind, method):
         torch.manual_seed(0)
         plain = case.make(torch.float64)
@@ -335,7 +348,7 @@ def test_unbatched(name, kind):
 
 @each(REFUSED)
 def test_refused(name, kind):
-    method, case = METHODS[name], CASES[kind][0]
+    method, case = EVERY[name], CASES[kind][0]
     model = nn.Sequential(nn.Linear(2, 2), Nested(case.make()))
     before, types = snapshot(model), [type(module) for module in model.modules()]
     with pytest.raises(TypeError) as error:
@@ -355,8 +368,8 @@ def test_unsupported_layers(name, kind):
     assert issubclass(kind, UNSUPPORTED)
     model = nn.Sequential(nn.Linear(4, 4), kind(4, 2))
     with pytest.raises(TypeError) as error:
-        sb.bayesianize(model, METHODS[name], include=["0", kind])
-    assert type(METHODS[name]).__name__ in str(error.value) and kind.__name__ in str(error.value)
+        sb.bayesianize(model, EVERY[name], include=["0", kind])
+    assert type(EVERY[name]).__name__ in str(error.value) and kind.__name__ in str(error.value)
     assert type(model[0]) is nn.Linear
 
 
@@ -367,11 +380,13 @@ def compilable(name, kinds):
     """One network with a layer of each of these types that the method supports."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    return convert(Everything([CASES[kind][0] for kind in kinds if (name, kind) in PAIRS]), TRAINED[name])
+    return convert(
+        Everything([CASES[kind][0] for kind in kinds if (name, kind) in EVERY_PAIR]), TRAINED[name]
+    )
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, "Rank1 input"])
 def test_step_compiles_once(name):
     """draw and elbo are one graph, whatever the data."""
     model = compilable(name, [kind for kind in CASES if kind not in OUTSIDE])
@@ -397,7 +412,7 @@ def test_step_compiles_once(name):
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, "Rank1 output"])
 def test_model_compiles_once(name):
     """The draw is outside the compiled model, and what the model leaves there for elbo still arrives."""
     model = compilable(name, ["Linear", *OUTSIDE])

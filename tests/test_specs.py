@@ -18,6 +18,7 @@ OTHERS = (
     sb.Rank1(posterior="lognormal", factors="input", kl_reduction="mean", train_base=False),
     sb.Rank1(perturbation="additive", random_sign_init=-0.1, prior=priors.Normal(0.0, 0.5)),
     sb.Rank1(posterior="halfcauchy", prior=priors.HalfCauchy(1.0, 0.1)),
+    sb.Rank1(random="output", posterior="cauchy"),
     sb.BatchEnsemble(components=2, random_sign_init=0.5),
     sb.MeanField(prior=priors.HeNormal(), estimator="flipout", tied_mean=True, stddev_max=0.2, biases=False),
     sb.KTied(rank=3, prior=priors.Normal(-1.5e-3, 0.2), stddev_init=0.05, estimator="local"),

@@ -268,6 +268,10 @@ GROUPS = {
         sb.Rank1(2, "halfcauchy"),
         {"decayed": BASE, "factors": inside("r.spread.rho", "s.spread.rho")},
     ),
+    "Rank1 random input": (
+        sb.Rank1(2, random="input"),
+        {"decayed": BASE, "factors": RANK1 - inside("r.spread.rho")},
+    ),
     "Rank1 frozen": (sb.Rank1(2, train_base=False), {"factors": RANK1}),
     "BatchEnsemble": (sb.BatchEnsemble(2), {"decayed": BASE, "factors": inside("r.loc", "s.loc")}),
     "MeanField": (sb.MeanField(), {"decayed": NORM, "undecayed": (BASE - NORM) | SPREADS}),

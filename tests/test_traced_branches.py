@@ -14,6 +14,7 @@ from slimbayes.record import converted_layers
 
 METHODS = {
     "rank1": sb.Rank1(components=2),
+    "rank1-input": sb.Rank1(components=2, random="input"),
     "rank1-cauchy": sb.Rank1(components=2, posterior="cauchy"),
     "meanfield": sb.MeanField(stddev_init=0.3),
     "ktied": sb.KTied(stddev_init=0.3),

@@ -183,6 +183,8 @@ def _method_to_json(record: Record, index: int) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for item in dataclasses.fields(method):  # type: ignore[arg-type]
         value = getattr(method, item.name)
+        if item.metadata.get("later") and value == item.default:
+            continue
         if isinstance(value, priors.Prior):
             value = {"family": type(value).__name__, **dataclasses.asdict(value)}  # type: ignore[call-overload]
         elif item.name == "patch" and not all(isinstance(entry, str) for entry in value):

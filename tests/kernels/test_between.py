@@ -236,7 +236,9 @@ def gradients(net, x, call=None, seed=3):
 
 
 @pytest.mark.parametrize(
-    "method", [sb.Rank1(components=2), sb.BatchEnsemble(2)], ids=["rank1", "batchensemble"]
+    "method",
+    [sb.Rank1(components=2), sb.Rank1(components=2, random="output"), sb.BatchEnsemble(2)],
+    ids=["rank1", "random output", "batchensemble"],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_network(method, bias, monkeypatch):

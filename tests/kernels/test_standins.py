@@ -127,7 +127,11 @@ def test_factors_on_rows(size, channels_last, repeats):
     between_tests.same([only], exact[:1])
 
 
-@pytest.mark.parametrize("method", [sb.Rank1(components=2), sb.BatchEnsemble(2)], ids=["rank1", "ensemble"])
+@pytest.mark.parametrize(
+    "method",
+    [sb.Rank1(components=2), sb.Rank1(components=2, random="input"), sb.BatchEnsemble(2)],
+    ids=["rank1", "random input", "ensemble"],
+)
 @pytest.mark.parametrize("noise", ["example", "shared"])
 def test_a_network(method, noise):
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ METHODS = {
     "Rank1 Cauchy": sb.Rank1(components=2, posterior="cauchy"),
     "Rank1 log-normal": sb.Rank1(components=2, posterior="lognormal"),
     "Rank1 additive": sb.Rank1(components=2, perturbation="additive"),
+    "Rank1 random input": sb.Rank1(components=2, random="input"),
     "Rank1 by steps": sb.Rank1(components=3, components_per_step=2),
     "BatchEnsemble": sb.BatchEnsemble(components=2),
     "MeanField": sb.MeanField(),

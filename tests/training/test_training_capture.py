@@ -13,6 +13,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 METHODS = {
     "Rank1": sb.Rank1(components=2),
     "Cauchy": sb.Rank1(components=2, posterior="cauchy"),
+    "random input": sb.Rank1(components=2, random="input"),
     "BatchEnsemble": sb.BatchEnsemble(components=2),
     "MeanField": sb.MeanField(),
     "flipout": sb.MeanField(estimator="flipout"),

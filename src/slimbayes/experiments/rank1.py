@@ -48,17 +48,16 @@ _FIGURES = (
         (
             settings.rank1_cifar(
                 {
-                    "r (outputs)": settings.gaussian(options=", factors='output'"),
-                    "s (inputs)": settings.gaussian(options=", factors='input'"),
+                    "r (outputs)": settings.gaussian(options=", random='output'"),
+                    "s (inputs)": settings.gaussian(options=", random='input'"),
                     "both": settings.gaussian(),
                 }
             ),
         ),
         _BOTH, 3,
         errata=(
-            _PLOT, "The factor without a distribution is a point estimate in the paper; factors='output' and "
-            "factors='input' leave it out.",
-            "The prior's mean and scale and l2 were tuned for each; the winners are not given.", *tables.CIFAR_ERRATA,
+            _PLOT, "The prior's mean and scale and l2 were tuned for each; the winners are not given.",
+            *tables.CIFAR_ERRATA,
         ),
     ),
     Experiment(

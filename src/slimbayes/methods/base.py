@@ -13,6 +13,10 @@ from slimbayes.apply.base import Rule
 from slimbayes.layers.base import Converted
 from slimbayes.priors import Prior
 
+# Metadata of an option that came after the first checkpoints: written down only where it is not its default, which must
+# stay what it is. What was saved without it is then the same method, to be loaded and resumed as before.
+LATER = {"later": True}
+
 
 @dataclass
 class Shared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from slimbayes.kl import check_pair
 from slimbayes.layers import is_weighted
 from slimbayes.layers.base import Converted
 from slimbayes.methods.base import (
+    LATER,
     Method,
     Outline,
     Shared,
@@ -29,6 +30,7 @@ from slimbayes.methods.base import (
 
 POSTERIORS = ("normal", "cauchy", "lognormal", "halfcauchy", "delta")
 REDUCTIONS = ("sum", "mean", "monte_carlo")
+SIDES = ("both", "input", "output")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Rank1(Method):
     ``random_sign_init`` v > 0 starts locations at ±1 with probability v of +1, v ≤ 0 at Normal(1, |v|).
     ``dropout_rate`` p starts σ at sqrt(p/(1 − p)). ``kl_reduction``: "sum" over components as the reference,
     "mean" (the convexity bound), or "monte_carlo" (the KL of the joint mixture). ``clip`` bounds samples.
+    ``random``: which of the factors have a distribution, "both", "input" (s) or "output" (r); the other is a point
+    estimate for each component, as BatchEnsemble's: trained, without noise and KL.
 
     >>> Rank1(components=2, posterior="cauchy").prior is None
     True
@@ -56,13 +60,15 @@ class Rank1(Method):
     clip: float | None = 10.0
     components_per_step: int | None = None
     train_base: bool = True
+    random: str = field(default="both", metadata=LATER)
 
     def __post_init__(self) -> None:
         check_count("components", self.components)
         check_choice("posterior", self.posterior, POSTERIORS)
-        check_choice("factors", self.factors, ("both", "input", "output"))
+        check_choice("factors", self.factors, SIDES)
         check_choice("perturbation", self.perturbation, ("multiplicative", "additive"))
         check_choice("kl_reduction", self.kl_reduction, REDUCTIONS)
+        check_choice("random", self.random, SIDES)
         check_positive("clip", self.clip)
         _check_sign_init(self.random_sign_init)
         if self.posterior != "delta":
@@ -82,10 +88,24 @@ class Rank1(Method):
                 raise ValueError(
                     f"components_per_step={self.components_per_step} exceeds components={self.components}"
                 )
+        if self.random != "both":
+            self._check_random()
         if self.posterior != "delta":
             one = torch.ones(1)
             q = type(_spread(self.posterior, one)(one))
             check_pair(q, type(self._prior().distribution(one)))
+
+    def _check_random(self) -> None:
+        if self.posterior == "delta":
+            raise ValueError(
+                f"random={self.random!r} has no meaning with posterior='delta', of which no factor has a distribution; "
+                f"leave random='both', or use another posterior"
+            )
+        if self.factors not in ("both", self.random):
+            raise ValueError(
+                f"random={self.random!r} with factors={self.factors!r} leaves nothing random: the only factor there is "
+                f"would be a point; use factors='both' or random={self.factors!r}"
+            )
 
     @property
     def traits(self) -> Traits:
@@ -106,8 +126,11 @@ class Rank1(Method):
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """Add the factors and one bias per component."""
         inputs = sum(slot.size for slot in layer.input_slots)
-        output = None if self.factors == "input" else self._factor(layer.output_size, layer.weight)
-        inner = None if self.factors == "output" else self._factor(inputs, layer.weight)
+        output = inner = None
+        if self.factors != "input":
+            output = self._factor(layer.output_size, layer.weight, self.random == "input")
+        if self.factors != "output":
+            inner = self._factor(inputs, layer.weight, self.random == "output")
         add_component_axis(layer, "bias", self.components, shared)
         additive = self.perturbation == "additive"
         return Rank1Rule(name, self.components, output, inner, additive, self.clip, self.kl_reduction)
@@ -117,12 +140,12 @@ class Rank1(Method):
             return self.prior
         return _default_prior(self.posterior, 0.0 if self.perturbation == "additive" else 1.0)
 
-    def _factor(self, size: int, like: Tensor) -> Factor:
+    def _factor(self, size: int, like: Tensor, point: bool) -> Factor:
         neutral = 0.0 if self.perturbation == "additive" else 1.0
         shape = (self.components, size)
         prior = self._prior()
         spread: posteriors.Posterior
-        if self.posterior == "delta":
+        if point or self.posterior == "delta":
             return Factor(
                 start_locations(shape, self.random_sign_init, neutral, like),
                 posteriors.DeltaPosterior(),

@@ -238,5 +238,5 @@ def test_samples_have_the_covariance(side):
 
 def test_ratios_go_to_one(outcomes):
     for table in outcomes["rank1/theorem1"].tables[1:]:
-        away = [abs(table.mean(row, "beyond first order") - 1) for row in table.rows]
+        away = [abs(table.mean(row, "first order exact: ratio − 1")) for row in table.rows]
         assert away == sorted(away, reverse=True) and away[0] > 1e-3 and away[-1] < 1e-4

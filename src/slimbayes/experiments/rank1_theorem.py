@@ -35,7 +35,7 @@ from slimbayes.training import mixed_seed
 
 SIZES = (0.3, 0.1, 0.03, 0.01, 0.001)  # ε
 _NETWORKS = {"smoke": 1, "desk": 3, "gpu": 3, "paper": 3}
-_DRAWS = {"smoke": 400, "desk": 2_000, "gpu": 2_000, "paper": 20_000}  # pairs δ, −δ
+_DRAWS = {"smoke": 400, "desk": 2_000, "gpu": 2_000, "paper": 8_000}  # pairs δ, −δ
 _CHUNK = 500
 _S, _W, _PRINTED, _ALONE = "s", "W", "W, Σ_jk as printed", "W, elements independent"
 _RATIO, _ERROR, _BEYOND = "samples", "their standard error", "first order exact: ratio − 1"

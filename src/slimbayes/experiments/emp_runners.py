@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from slimbayes.experiments import (
     emp_cards,
     emp_counts,
@@ -13,27 +10,8 @@ from slimbayes.experiments import (
     emp_priors,
     emp_uci_tables,
 )
-from slimbayes.experiments.runner import Paper, Runner, together
-from slimbayes.experiments.session import Session
+from slimbayes.experiments.runner import UNTRAINED, Runner, together
 
-
-def _measure(session: Session, job: Any) -> float:
-    raise AssertionError(f"{job!r}: these entries train nothing")
-
-
-def _facts(session: Session, setting: str, jobs: Sequence[Any]) -> dict[str, Any]:
-    return {}
-
-
-def _deviations(session: Session, setting: str) -> list[str]:
-    return []
-
-
-def _order(job: Any) -> int:
-    return 0
-
-
-UNTRAINED = Paper(_measure, _facts, _deviations, _order)  # entries without networks: they have no jobs
 RUNNERS: dict[str, Runner] = {
     "emp/figure1": Runner(UNTRAINED, emp_cards.figure1),
     "emp/table1": Runner(UNTRAINED, emp_counts.table1),

@@ -40,7 +40,7 @@ _FIGURES = (
         "rank1/figure1", "Figure 1", "Priors that rank-1 factors induce on a weight",
         "For w Normal, a Normal or Cauchy r makes w·r sparse, the Cauchy with heavier tails; an inverse-gamma r² makes "
         "it Student's t.",
-        errata=(_PLOT, "The parameters of the three priors are not given."), needs=tables.NEEDS,
+        errata=(_PLOT, "The parameters of the three priors are not given."),
     ),
     Experiment(
         "rank1/figure2", "Figure 2", "Distributions over r, s or both",
@@ -146,7 +146,6 @@ _THEOREM = Experiment(
         "The covariance is printed with Σ_jk; it must be Σ_jl.",
         "Additive perturbations are called equivalent; σ' = w_ij σ_i depends on j, so it is no rank-1 additive noise.",
     ),
-    needs=tables.NEEDS,
 )  # fmt: skip
 _OURS = (
     Experiment(

@@ -11,6 +11,7 @@ from typing import Any
 from slimbayes.experiments import rank1_checks as checks
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.outcome import Outcome, Table, curve, mean
+from slimbayes.experiments.rank1_counts import parameter_checks
 from slimbayes.experiments.rank1_measures import (
     averaged,
     by_samples,
@@ -101,7 +102,7 @@ def main_table(entry: str, session: Session, setting: str) -> Outcome:
     main = table.select(*BOTH, "parameters_m")
     if setting == WIDE:  # one seed tells no order
         return Outcome([main], checks=checks.absolute_checks(table))
-    outcome = Outcome([main], checks=checks.order_checks(table))
+    outcome = Outcome([main], checks=[*parameter_checks(entry), *checks.order_checks(table)])
     for other in printed[1:]:
         columns = tuple(name for name in other.columns if name in table.columns)
         beside = table.select(*columns)

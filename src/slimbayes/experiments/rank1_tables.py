@@ -195,18 +195,17 @@ ENTRIES: tuple[Experiment, ...] = (
         "rank1/table5", "Table 5", "Hyper-parameters on CIFAR",
         "The hyper-parameters of rank-1 WRN-28-10 on CIFAR-10 and CIFAR-100.",
         (*(settings.gaussian_cifar(c) for c in (10, 100)), *(settings.cauchy_cifar(c) for c in (10, 100))),
-        printed=(_TABLE5,), seeds=10, errata=(NAMES, *CIFAR_ERRATA, KERAS, SCALES), needs=NEEDS,
+        printed=(_TABLE5,), seeds=10, errata=(NAMES, *CIFAR_ERRATA, KERAS, SCALES),
     ),
     Experiment(
         "rank1/table6", "Table 6", "Hyper-parameters on ImageNet",
         "The hyper-parameters of rank-1 ResNet-50 on ImageNet.",
-        settings.imagenet()[2:4], printed=(_TABLE6,), seeds=10, errata=(NAMES, SUM, DROPOUT, DECAY), needs=NEEDS,
+        settings.imagenet()[2:4], printed=(_TABLE6,), seeds=10, errata=(NAMES, SUM, DROPOUT, DECAY),
     ),
     Experiment(
         "rank1/table7", "Table 7", "Hyper-parameters on MIMIC-III",
         "The hyper-parameters of the rank-1 LSTM on MIMIC-III.",
         settings.mimic(), printed=(_TABLE7,), seeds=25, errata=(NAMES, SUM),
-        needs="recurrent layers, and MIMIC-III, which is open to credentialed readers only",
     ),
     Experiment(
         "rank1/table8", "Table 8", "Samples in evaluation",

@@ -113,3 +113,23 @@ def _report(
     reports: Mapping[str, Callable[[Session, str], Outcome]], session: Session, setting: str
 ) -> Outcome:
     return reports[setting](session, setting)
+
+
+def _measure_none(session: Session, job: Any) -> float:
+    raise AssertionError(f"{job!r}: these entries train nothing")
+
+
+def _facts_none(session: Session, setting: str, jobs: Sequence[Any]) -> dict[str, Any]:
+    return {}
+
+
+def _deviations_none(session: Session, setting: str) -> list[str]:
+    return []
+
+
+def _order_none(job: Any) -> int:
+    return 0
+
+
+# of entries without networks: they have no jobs
+UNTRAINED = Paper(_measure_none, _facts_none, _deviations_none, _order_none)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slimbayes.experiments import emp_runners, ktied_runners, rank1_images
+from slimbayes.experiments import emp_runners, ktied_runners, rank1_runners
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.joining import PARTS, held, join, joinable, named, tagged
 from slimbayes.experiments.pool import default_jobs, work_together
@@ -20,7 +20,7 @@ from slimbayes.experiments.session import Session
 from slimbayes.provenance import provenance
 
 WORK = "slimbayes-reproduce"
-RUNNERS: dict[str, Runner] = {**ktied_runners.RUNNERS, **emp_runners.RUNNERS, **rank1_images.RUNNERS}
+RUNNERS: dict[str, Runner] = {**ktied_runners.RUNNERS, **rank1_runners.RUNNERS, **emp_runners.RUNNERS}
 
 
 def reproduce(

@@ -21,9 +21,8 @@ def main(epochs: int = 60) -> dict[str, list]:
     (folder / "new.csv").write_text("age,dose\n0.5,1.0\n0.5,9.0\n")  # the second dose was never seen
 
     training = Training(epochs=epochs, lr=1e-2, batch_size=32)
-    config = RunConfig(
-        str(folder / "measured.csv"), {"target": "response"}, method="Rank1(components=4)", training=training
-    )
+    method = "Rank1(components=4, prior=Normal(1, 0.5))"  # of 300 rows the default's 0.1 makes one component of four
+    config = RunConfig(str(folder / "measured.csv"), {"target": "response"}, method=method, training=training)
     data = load(config.data, **config.data_options)
     train_run(config, folder / "run", progress=False, data=data)
 

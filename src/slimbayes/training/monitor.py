@@ -77,7 +77,7 @@ def warn_of_collapse(rows: list[Row]) -> None:
         f"the components of the rank-1 factors have become one: by step {rows[-1]['step']:.0f} their spread has "
         f"fallen from {spreads[0]:.2g} to {spreads[-1]:.2g}, and the mixture is hardly better than a member. Let the "
         f"KL reach its full weight only when the learning rate has fallen (kl_annealing=0.8 with schedule='steps'), "
-        f"or average it over components (kl_reduction='mean')",
+        f"average it over components (kl_reduction='mean'), or widen the prior, say to prior=Normal(1, 0.5)",
         stacklevel=3,
     )
 

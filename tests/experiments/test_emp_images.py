@@ -13,7 +13,8 @@ from slimbayes.data import shifts_for
 from slimbayes.experiments import emp_checks, emp_extras, emp_figures, emp_images, emp_measures, emp_recipes
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.emp_figures import running_means
-from slimbayes.experiments.emp_recipes import SIZES, WAYS, Job, prepare, recipe
+from slimbayes.experiments.emp_recipes import SIZES, WAYS, prepare, recipe
+from slimbayes.experiments.images import Job
 from slimbayes.experiments.outcome import Outcome, Table
 from slimbayes.experiments.runner import Paper, Runner, Task, together
 from slimbayes.experiments.session import OutOfTime, Session

@@ -12,6 +12,7 @@ from slimbayes.data import Dataset, Scaling, Split
 from slimbayes.data import load as load_data
 from slimbayes.experiments import rank1_checks, rank1_images, rank1_measures, rank1_recipes
 from slimbayes.experiments.catalogue import find
+from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Prepared
 from slimbayes.experiments.outcome import Table
 from slimbayes.experiments.rank1_recipes import (
@@ -24,7 +25,6 @@ from slimbayes.experiments.rank1_recipes import (
     SAME,
     SIZES,
     WIDE,
-    Job,
     jobs_of,
     recipe,
     rows_of,

@@ -10,8 +10,8 @@ from torch import Tensor
 from slimbayes.data import Split
 from slimbayes.experiments.emp_figures import columns_of, figures_of, passes
 from slimbayes.experiments.emp_measures import VERSION, inputs_of
-from slimbayes.experiments.emp_recipes import STARTS, Job, prepare, size_of
-from slimbayes.experiments.images import evaluation, ready
+from slimbayes.experiments.emp_recipes import STARTS, prepare, size_of
+from slimbayes.experiments.images import Job, evaluation, ready
 from slimbayes.experiments.networks import Trained
 from slimbayes.experiments.outcome import Table
 from slimbayes.experiments.session import Session

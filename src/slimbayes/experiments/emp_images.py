@@ -12,17 +12,9 @@ from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.emp_extras import STACKED, gains, stacked, words_of_stacking
 from slimbayes.experiments.emp_figures import FEWEST
 from slimbayes.experiments.emp_measures import by_samples, corruption_rates, cost
-from slimbayes.experiments.emp_recipes import (
-    EXTRAS,
-    SETTINGS,
-    WAYS,
-    Job,
-    jobs_of,
-    prepare,
-    size_of,
-    train,
-)
+from slimbayes.experiments.emp_recipes import EXTRAS, SETTINGS, WAYS, jobs_of, prepare, size_of, train
 from slimbayes.experiments.emp_words import deviations, title
+from slimbayes.experiments.images import Job
 from slimbayes.experiments.outcome import Outcome, Table, curve, mean
 from slimbayes.experiments.runner import Paper, Runner
 from slimbayes.experiments.session import Session

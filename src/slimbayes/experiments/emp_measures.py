@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from slimbayes.data import Split
 from slimbayes.data.shifts import Shift, shifts_for
 from slimbayes.experiments.emp_figures import columns_of, figures_of, running_means
-from slimbayes.experiments.emp_recipes import WAYS, Job, prepare, size_of, train
-from slimbayes.experiments.images import corrupted, evaluation, ready
+from slimbayes.experiments.emp_recipes import WAYS, prepare, size_of, train
+from slimbayes.experiments.images import Job, corrupted, evaluation, ready
 from slimbayes.experiments.networks import Trained
 from slimbayes.experiments.session import Session
 from slimbayes.predict import predict

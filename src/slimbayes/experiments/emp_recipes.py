@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimbayes.data import Scaling
+from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Prepared, Recipe, Trained
 from slimbayes.experiments.session import Session, with_precision
 from slimbayes.training import Training
@@ -142,19 +143,6 @@ def recipe(session: Session, setting: str, label: str) -> Recipe:
     return Recipe(
         setting, "trained", label, size.network, size.data, way.method, Training(**options), way.layers, way.rest
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Job:
-    """One network to train and measure: which row of which setting, and its seed."""
-
-    setting: str
-    label: str
-    seed: int
-
-    def words(self) -> str:
-        """What it is, for a line of progress."""
-        return f"{self.setting} {self.label} seed {self.seed}"
 
 
 def train(session: Session, job: Job) -> Trained:

@@ -1,9 +1,10 @@
-"""What the papers' image networks have in common in evaluation: precision, layout, corrupted test images."""
+"""What the papers' image networks have in common: jobs, and precision, layout and corrupted images in evaluation."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,6 +14,19 @@ from slimbayes.data.shifts import Shift
 from slimbayes.experiments.networks import Trained
 from slimbayes.experiments.session import Session
 from slimbayes.training.step import channels_last
+
+
+@dataclass(frozen=True)
+class Job:
+    """One network to train and measure: which row of which setting, and its seed."""
+
+    setting: str
+    label: str
+    seed: int
+
+    def words(self) -> str:
+        """What it is, for a line of progress."""
+        return f"{self.setting} {self.label} seed {self.seed}"
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from slimbayes.experiments import rank1_checks as checks
 from slimbayes.experiments.catalogue import find
+from slimbayes.experiments.images import Job
 from slimbayes.experiments.outcome import Outcome, Table, curve, mean
 from slimbayes.experiments.rank1_counts import parameter_checks
 from slimbayes.experiments.rank1_measures import (
@@ -30,7 +31,6 @@ from slimbayes.experiments.rank1_recipes import (
     MORE,
     SETTINGS,
     WIDE,
-    Job,
     epochs_of,
     jobs_of,
     network_of,

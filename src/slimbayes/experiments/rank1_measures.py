@@ -11,14 +11,13 @@ from torch import Tensor
 from slimbayes.data import Split, out_of_distribution
 from slimbayes.data.shifts import Shift, shifts_for
 from slimbayes.evaluate import assess
-from slimbayes.experiments.images import corrupted, evaluation, ready
+from slimbayes.experiments.images import Job, corrupted, evaluation, ready
 from slimbayes.experiments.networks import Trained
 from slimbayes.experiments.outcome import mean
 from slimbayes.experiments.rank1_recipes import (
     GAUSSIAN,
     MAIN,
     MORE,
-    Job,
     data_of,
     prepare,
     rows_of,

@@ -10,6 +10,7 @@ from slimbayes.data import Scaling
 from slimbayes.experiments import rank1_settings as settings
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.entry import Setting
+from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Prepared, Recipe, Trained
 from slimbayes.experiments.rank1_probes import progress
 from slimbayes.experiments.session import Session, with_precision
@@ -173,19 +174,6 @@ def recipe(session: Session, setting: str, label: str) -> Recipe:
         setting, "trained", label, network_of(setting, session.scale, label), data_of(setting, session.scale),
         row.method, Training(**options), row.layers,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Job:
-    """One network to train and measure: which row of which setting, and its seed."""
-
-    setting: str
-    label: str
-    seed: int
-
-    def words(self) -> str:
-        """What it is, for a line of progress."""
-        return f"{self.setting} {self.label} seed {self.seed}"
 
 
 def train(session: Session, job: Job) -> Trained:

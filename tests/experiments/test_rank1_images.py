@@ -225,6 +225,14 @@ def test_more_disagreement_counts_at_equal_accuracy():
     assert [check["holds"] for check in worse] == [False, False]
 
 
+def test_steps_are_recorded_on_a_gpu_where_they_can_be():
+    gpu = Session("gpu", "work")
+    gpu.device = torch.device("cuda")
+    recorded = {label: recipe(gpu, ABLATIONS, label).training.capture for label in rows_of(ABLATIONS)}
+    assert [label for label, yes in recorded.items() if not yes] == ["K = 16, 4 per step"]
+    assert not recipe(Session("smoke", "work"), MAIN, GAUSSIAN).training.capture
+
+
 def test_a_scale_may_leave_rows_out():
     gpu = Session("gpu", "work")
     assert {job.label for job in jobs_of(gpu, MORE)} == set(SIZES[MORE, "gpu"].rows)

@@ -163,11 +163,12 @@ def recipe(session: Session, setting: str, label: str) -> Recipe:
     """The recipe of a row: the paper's, all its schedules in proportion to the epochs."""
     row, epochs = rows_of(setting)[label], epochs_of(setting, session.scale, label)
     cuda = session.device.type == "cuda"
+    some = "components_per_step" in row.method  # they are chosen in Python, which cannot be recorded
     options = {
         **row.setting.training, "epochs": epochs, "steps": size_of(setting, session.scale).steps,
         "accelerator": session.device.type,
         "warmup": min(row.setting.training["warmup"], epochs / 4),
-        "precision": "bf16-mixed" if cuda else "32-true", "compile": cuda, "capture": cuda,
+        "precision": "bf16-mixed" if cuda else "32-true", "compile": cuda, "capture": cuda and not some,
         "checkpoint_every": 2000 if cuda else 200,
     }  # fmt: skip
     return Recipe(

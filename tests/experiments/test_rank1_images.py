@@ -1,6 +1,7 @@
 """The rank-1 paper's networks on CIFAR: the rows are the paper's, what is measured is right, and checks can fail."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -73,8 +74,10 @@ def test_schedules_keep_the_papers_proportions(scale):
         for label, row in rows_of(setting).items():
             training, paper = recipe(session, setting, label).training, row.setting.training
             assert training.epochs == round(SIZES[setting, scale].share * paper["epochs"]), label
-            assert training.milestones == tuple(paper["milestones"]) and training.l2 == paper["l2"]
-            assert (training.lr, training.batch_size) == (paper["lr"], paper["batch_size"])
+            members = 4 if label.startswith("Ensemble") else 1
+            assert training.milestones == tuple(paper["milestones"])
+            assert (training.l2 * members, training.lr / members) == pytest.approx((paper["l2"], paper["lr"]))
+            assert training.batch_size == paper["batch_size"]
             assert training.kl_annealing == paper.get("kl_annealing", sb.Training().kl_annealing)
             assert training.warmup == 1.0
     rows = {
@@ -223,6 +226,25 @@ def test_more_disagreement_counts_at_equal_accuracy():
     assert [check["holds"] for check in better] == [True, True]
     worse = rank1_checks.disagreement_checks(table(normal=[1, 1.1, 0.9], be=[2, 2.1, 1.9]))
     assert [check["holds"] for check in worse] == [False, False]
+
+
+def test_members_of_an_ensemble_train_as_if_alone(session):
+    """From the same weights, on the same batches without augmentation, member 0 follows the single network."""
+    found = []
+    for label in (DETERMINISTIC, "Ensemble 4×WRN-28-10"):
+        made = recipe(session, MAIN, label)
+        model, single = made.build((1, 8, 8), 10, 0), recipe(session, MAIN, DETERMINISTIC).training
+        training = dataclasses.replace(
+            made.training, augment=False, steps=3, batch_size=64, precision="64-true"
+        )
+        assert (single.schedule, single.optimizer) == (training.schedule, training.optimizer)
+        data = dataclasses.replace(load_data("digits"), augment=())
+        sb.fit(model.double(), data, training, progress=False)
+        found.append({name: p.detach() for name, p in model.named_parameters() if p.dim() > 1})
+    alone, members = found
+    for name, weight in alone.items():
+        stacked = next(v for k, v in members.items() if k.endswith(name) and v.numel() == 4 * weight.numel())
+        torch.testing.assert_close(stacked.reshape(4, *weight.shape)[0], weight, rtol=1e-6, atol=1e-8)
 
 
 def test_steps_are_recorded_on_a_gpu_where_they_can_be():

@@ -75,5 +75,18 @@ def test_when_it_is_said(spreads, warned):
     rows = [{"step": 1.0}, *({"step": 2.0 + i, "component_spread": s} for i, s in enumerate(spreads))]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        warn_of_collapse(rows)
+        warn_of_collapse(rows, {})
     assert bool(said) == warned
+
+
+def test_a_collapse_before_the_first_row():
+    """A prior so narrow that all components are at 1 when the run is first looked at."""
+    torch.manual_seed(0)
+    model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=3, prior=sb.Normal(1.0, 1e-3)))
+    data = tuple(part.repeat(4, *[1] * (part.dim() - 1)) for part in DATA)
+    with pytest.warns(UserWarning, match=r"have become one: by step 256 .* from 0\.[1-9]") as said:
+        result = sb.fit(
+            model, data, epochs=1, batch_size=1, log_every=256, lr=0.05, kl_annealing=0.0, progress=False
+        )
+    assert len(result.history) == 1
+    assert said[0].filename == __file__, "where fit was called"

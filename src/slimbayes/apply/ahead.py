@@ -151,6 +151,8 @@ def prefill_keyed(layers: Layers, draw: Draw, ahead: Ahead | None = None) -> Non
     several = ahead.samples > draw.samples and not torch.is_grad_enabled()
     members = list(tensors(layers, several and draw.components * draw.samples == 1))
     passes = ahead.room(draw, members)
+    if several and passes == 1:  # nothing to share: large tensors are left to their layers
+        members = list(tensors(layers, False))
     if passes > 1:
         try:
             ahead.take(draw, passes, members, layers)

@@ -96,7 +96,8 @@ def disagreement_checks(table: Table) -> list[dict[str, Any]]:
     ours, theirs = (table.rows[label].values for label in (GAUSSIAN, BATCH_ENSEMBLE))
     words = f"{table.title}: disagreement of {GAUSSIAN} above that of {BATCH_ENSEMBLE}"
     more = ahead(words, ours["disagreement"], theirs["disagreement"], lower=False)
-    error = standard_error(ours["accuracy"], theirs["accuracy"]) or 0.0
+    error = standard_error(ours["accuracy"], theirs["accuracy"])
     gap = mean(ours["accuracy"]) - mean(theirs["accuracy"])
     words = f"{table.title}: accuracy of {GAUSSIAN} not below that of {BATCH_ENSEMBLE} by a standard error"
-    return [more, check(words, gap >= -error, gap, f"≥ −{error:.3g} points")]
+    bound = f"{FEWEST} seeds or more" if error is None else f"≥ −{error:.3g} points"
+    return [more, check(words, error is not None and gap >= -error, gap, bound)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimbayes.data import Split, out_of_distribution
+from slimbayes.data import OutOfDistribution, Split, out_of_distribution
 from slimbayes.data.shifts import Shift, shifts_for
 from slimbayes.evaluate import assess
 from slimbayes.experiments.images import Job, corrupted, evaluation, ready
@@ -110,26 +111,33 @@ def averaged(found: dict[str, list[dict[str, float]]]) -> dict[str, float]:
 
 
 def foreign(session: Session, trained: Trained, job: Job) -> dict[str, float]:
-    """AUROC of entropy and of mutual information for telling foreign images from test images; kept likewise."""
-    samples = samples_of(session, job)
-    key = f"foreign, {samples} samples, version {VERSION}"
-    return dict(session.kept(trained, key, lambda: _foreign(session, trained, job, samples)))
+    """AUROC of entropy and of mutual information for telling foreign images from test images; kept likewise.
+
+    One draw has no mutual information.
+    """
+    samples, others = samples_of(session, job), foreign_images(session, job.setting)
+    key = f"foreign, {len(others.inputs)} of {others.name}, {samples} samples, version {VERSION}"
+    return dict(session.kept(trained, key, lambda: _foreign(session, trained, job, others, samples)))
 
 
-def _foreign(session: Session, trained: Trained, job: Job, samples: int) -> dict[str, float]:
-    data = prepare(session, job.setting).data
+def foreign_images(session: Session, setting: str) -> OutOfDistribution:
+    """House numbers if the data root has them, else patches of photographs: at most as many as test images."""
+    data = prepare(session, setting).data
     others = out_of_distribution(data, session.data_root)
     assert others is not None, "images have some"
-    count = min(len(data.test), len(others.inputs))
-    split = Split(others.inputs[:count], torch.zeros(count, dtype=torch.long))
+    return replace(others, inputs=others.inputs[: len(data.test)])
+
+
+def _foreign(
+    session: Session, trained: Trained, job: Job, others: OutOfDistribution, samples: int
+) -> dict[str, float]:
+    test, count = prepare(session, job.setting).data.test, len(others.inputs)
+    split = Split(others.inputs, torch.zeros(count, dtype=torch.long))
     with evaluation(session, job.seed):
-        inside, outside = (
-            _assessed(session, trained, job, rows, samples).examples for rows in (data.test, split)
-        )
-    return {
-        f"auroc_{name}": ood_scores(inside[name], outside[name]).auroc
-        for name in ("entropy", "mutual_information")
-    }
+        inside, outside = (_assessed(session, trained, job, rows, samples).examples for rows in (test, split))
+    several = find_record(trained.model).components * samples > 1
+    names = ("entropy", "mutual_information") if several else ("entropy",)
+    return {f"auroc_{name}": ood_scores(inside[name], outside[name]).auroc for name in names}
 
 
 def _assessed(session: Session, trained: Trained, job: Job, rows: Split, samples: int) -> Evaluation:

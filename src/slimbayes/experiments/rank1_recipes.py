@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from slimbayes.data import Scaling
 from slimbayes.experiments import rank1_settings as settings
@@ -14,6 +15,7 @@ from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Prepared, Recipe, Trained
 from slimbayes.experiments.rank1_probes import progress
 from slimbayes.experiments.session import Session, with_precision
+from slimbayes.specs import parse_method
 from slimbayes.training import Training
 
 MAIN, MORE, ABLATIONS, WIDE = "cifar10", "cifar100", "cifar10-ablations", "cifar10-wide"
@@ -164,8 +166,11 @@ def recipe(session: Session, setting: str, label: str) -> Recipe:
     row, epochs = rows_of(setting)[label], epochs_of(setting, session.scale, label)
     cuda = session.device.type == "cuda"
     some = "components_per_step" in row.method  # they are chosen in Python, which cannot be recorded
-    options = {
+    # The loss averages over members: with so many times the rate, and the penalty over it, each trains as if alone.
+    members = getattr(parse_method(row.method), "members", 1)
+    options: dict[str, Any] = {
         **row.setting.training, "epochs": epochs, "steps": size_of(setting, session.scale).steps,
+        "lr": members * row.setting.training["lr"], "l2": row.setting.training["l2"] / members,
         "accelerator": session.device.type,
         "warmup": min(row.setting.training["warmup"], epochs / 4),
         "precision": "bf16-mixed" if cuda else "32-true", "compile": cuda, "capture": cuda and not some,

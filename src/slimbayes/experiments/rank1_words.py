@@ -9,6 +9,7 @@ from slimbayes.experiments.rank1_recipes import (
     MORE,
     data_of,
     epochs_of,
+    jobs_of,
     network_of,
     prepare,
     rows_of,
@@ -32,29 +33,40 @@ def title(session: Session, setting: str) -> str:
 def deviations(session: Session, setting: str) -> list[str]:
     """Where a setting at this scale differs from the paper's."""
     size, data = size_of(setting, session.scale), data_of(setting, session.scale)
+    count, labels = len(prepare(session, setting).data.test), _labels(session, setting)
     said = []
     if size.data:
         said.append(f"trained on {data}, not on {DATA[setting]}: only a test that the code runs.")
     else:
-        said.append(session.used.get(data, {}).get("source", ""))
-    if size.networks:
-        said.append(
-            "; ".join(f"{ours} for the paper's {theirs}" for theirs, ours in size.networks.items()) + "."
-        )
-    if size.share != 1:
+        said.append(session.used[data]["source"])
+    used = {rows_of(setting)[label].setting.network for label in labels}
+    if changed := [
+        f"{ours} for the paper's {theirs}" for theirs, ours in size.networks.items() if theirs in used
+    ]:
+        said.append(f"{'; '.join(changed)}.")
+    if size.steps is not None:
+        said.append(f"{size.steps} steps of training, and at most {size.most_samples} samples per component.")
+    elif size.share != 1:
         said.append(_epochs(session, setting))
-    count = len(prepare(session, setting).data.test)
     if size.corrupted < count:
         said.append(f"corrupted: the first {size.corrupted:,} test images, of every type and severity.")
-    types = "17 of the paper's CIFAR-100-C" if setting == MORE else "15 of CIFAR-10-C"
-    said.append(
-        f"the corruptions are slimbayes' own images of the {types} types, not the published files, whose severities "
-        f"they follow."
-    )
-    said.append("mean-field networks train on all images, as the others do; the paper's on 95 % of them.")
+    if not size.data:
+        types = "the 17 types of the paper's CIFAR-100-C" if setting == MORE else "the 15 types of CIFAR-10-C"
+        said.append(
+            f"the corruptions are slimbayes' own images of {types}, not the published files, whose severities they "
+            f"follow."
+        )
+    if "MFVI BNN" in labels:
+        said.append("mean-field networks train on all images, as the others do; the paper's on 95 % of them.")
+    if any(label.startswith("Ensemble") for label in labels):
+        said.append("members of an ensemble train at the same time, on the same batches and crops.")
     if session.device.type == "cuda":
         said.append("trained and evaluated in bfloat16 (mixed); norms' statistics are those of all rows.")
     return [f"{setting}: {text}" for text in said if text]
+
+
+def _labels(session: Session, setting: str) -> list[str]:
+    return [job.label for job in jobs_of(session, setting) if job.seed == 0]
 
 
 def _epochs(session: Session, setting: str) -> str:
@@ -67,5 +79,5 @@ def _epochs(session: Session, setting: str) -> str:
     paper = [rows_of(setting)[label].setting.training["epochs"] for label in (DETERMINISTIC, GAUSSIAN)]
     return (
         f"{ours[0]} epochs for the deterministic network and {ours[1]} for rank-1 networks, the paper's {paper[0]} and "
-        f"{paper[1]}; rates fall and the KL grows at the same fractions of the run."
+        f"{paper[1]}; rates fall and the KL grows at the same fractions of the run, and one epoch is a warm-up."
     )

@@ -182,6 +182,7 @@ class Run:
             self.folder / "history.csv" if writes and self.folder is not None else None, rows
         )
         self.logger = tensorboard(self.folder) if writes else None
+        self.start = {} if rows else spread_of(self.model)
         self.clock = time.monotonic()
         bar = Progress(self.steps, self.step, label)
         self.model.train()
@@ -312,7 +313,8 @@ class Run:
         ):
             row.update(self._validate())
         self.history.add(row)
-        warn_of_collapse(self.history.rows)
+        if self.fabric.is_global_zero:
+            warn_of_collapse(self.history.rows, self.start)
         if self.logger is not None:
             named = {f"train/{k}": v for k, v in row.items() if k != "step"}
             self.logger.log_metrics(named, step=self.step)

@@ -68,9 +68,12 @@ def spread_of(model: nn.Module) -> Row:
     return {"component_spread": sum(spreads) / len(spreads)} if spreads else {}
 
 
-def warn_of_collapse(rows: list[Row]) -> None:
-    """Warn where the last row is the first in which components are no longer apart, though they once were."""
-    spreads = [row["component_spread"] for row in rows if "component_spread" in row]
+def warn_of_collapse(rows: list[Row], start: Row) -> None:
+    """Warn where the last row is the first in which components are no longer apart, though they once were.
+
+    ``start``: the spread before the first step of this call.
+    """
+    spreads = [row["component_spread"] for row in (start, *rows) if "component_spread" in row]
     if len(spreads) < 2 or not spreads[-1] < COLLAPSED <= min(spreads[:-1]):
         return
     warnings.warn(
@@ -78,7 +81,7 @@ def warn_of_collapse(rows: list[Row]) -> None:
         f"fallen from {spreads[0]:.2g} to {spreads[-1]:.2g}, and the mixture is hardly better than a member. Let the "
         f"KL reach its full weight only when the learning rate has fallen (kl_annealing=0.8 with schedule='steps'), "
         f"average it over components (kl_reduction='mean'), or widen the prior, say to prior=Normal(1, 0.5)",
-        stacklevel=3,
+        stacklevel=6,  # who called fit
     )
 
 

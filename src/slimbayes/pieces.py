@@ -64,17 +64,18 @@ class Pieces:
                 continue
             pieces.append(draws.unflatten(0, (self.components, count)))  # [K, s, b, ...]
             held += draws.numel()
-            last = first + count == self.samples
-            if first == 0 or held >= most or last:
-                self.likelihood.check(_joined(pieces[seen:]))
-                seen = len(pieces)
-            first += count
-            if held >= most or last:
-                held = 0
+            full = held >= most or first + count == self.samples
+            if full:
+                together = _joined(pieces[seen:])
+                self.likelihood.check(together)
+                held, seen = 0, len(pieces)
                 if not self.keep_draws:
-                    new = self.likelihood.moments(_joined(pieces))
+                    new = self.likelihood.moments(together)
                     moments = new if moments is None else moments.merge(new)
                     pieces, seen = [], 0
+            elif first == 0:
+                self.likelihood.check(draws)
+            first += count
         return self.likelihood.predictive(_joined(pieces) if moments is None else moments), per_pass
 
     def _last_words(self, error: BaseException) -> str:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import statistics
-from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.emp_recipes import WAYS
 from slimbayes.experiments.networks import Recipe
-from slimbayes.experiments.outcome import Table, check, mean
+from slimbayes.experiments.outcome import FEWEST, Table, check, mean, standard_error
 from slimbayes.training import Training
 
 ORDER = ("ECMP", "EMP", "Dropout", "Vanilla")  # of the calibration error, from the lowest
 LIMIT = 1.05
-_FEWEST = 3  # seeds that a standard error needs here
 
 
 @functools.cache
@@ -31,8 +25,7 @@ def parameters_of(network: str, label: str, shape: tuple[int, ...], outputs: int
     """
     way = WAYS[setting][label]
     recipe = Recipe(setting, "counted", label, network, "", way.method, Training(), way.layers, way.rest)
-    with torch.device("meta"):
-        return sum(p.numel() for p in recipe.build(shape, outputs, 0).parameters())
+    return recipe.parameters(shape, outputs)
 
 
 def parameter_checks() -> list[dict[str, Any]]:
@@ -60,20 +53,9 @@ def order_checks(table: Table) -> list[dict[str, Any]]:
         error = standard_error(ours, theirs)
         gap = mean(theirs) - mean(ours)
         words = f"{table.title}: ECE of {low} below that of {high} by more than one standard error"
-        bound = f"> {error:.3f} points" if error is not None else f"{_FEWEST} seeds or more"
+        bound = f"> {error:.3f} points" if error is not None else f"{FEWEST} seeds or more"
         found.append(check(words, error is not None and gap > error, gap, bound))
     return found
-
-
-def standard_error(*groups: Sequence[float]) -> float | None:
-    """Of a difference of means over independent seeds, √Σ sd²/n; None with fewer than three.
-
-    >>> standard_error([1.0, 2.0, 3.0], [1.0, 1.0, 1.0]), standard_error([1.0], [2.0])
-    (0.5773502691896257, None)
-    """
-    if min(map(len, groups)) < _FEWEST:
-        return None
-    return math.sqrt(sum(statistics.variance(group) / len(group) for group in groups))
 
 
 def accuracy_checks(table: Table, samples: int) -> list[dict[str, Any]]:

@@ -58,6 +58,11 @@ class Recipe:
                 return bayesianize(network, method, include=self.tied)
             return bayesianize(network, [(self.tied, method), (None, parse_method(self.rest))])
 
+    def parameters(self, shape: tuple[int, ...], outputs: int) -> int:
+        """Of its networks, counted without their memory."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.build(shape, outputs, 0).parameters())
+
     def facts(self, seed: int) -> dict[str, Any]:
         """The same as plain values."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__}

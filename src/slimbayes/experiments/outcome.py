@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+FEWEST = 3  # seeds that a standard error needs
 
 
 @dataclass
@@ -94,6 +98,17 @@ def mean(values: Sequence[float]) -> float:
     2.0
     """
     return sum(values) / len(values)
+
+
+def standard_error(*groups: Sequence[float]) -> float | None:
+    """Of a difference of means over independent seeds, √Σ sd²/n; None with fewer than three.
+
+    >>> standard_error([1.0, 2.0, 3.0], [1.0, 1.0, 1.0]), standard_error([1.0], [2.0])
+    (0.5773502691896257, None)
+    """
+    if min(map(len, groups)) < FEWEST:
+        return None
+    return math.sqrt(sum(statistics.variance(group) / len(group) for group in groups))
 
 
 def check(what: str, holds: bool, value: float, bound: str) -> dict[str, Any]:

@@ -7,15 +7,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from slimbayes.experiments.emp_checks import standard_error
 from slimbayes.experiments.networks import Recipe
-from slimbayes.experiments.outcome import Table, check, mean
+from slimbayes.experiments.outcome import FEWEST, Table, check, mean, standard_error
 from slimbayes.experiments.rank1_recipes import BATCH_ENSEMBLE, CAUCHY, DETERMINISTIC, GAUSSIAN, rows_of
 from slimbayes.training import Training
-
-FEWEST = 3  # seeds that a standard error needs here
 
 
 @functools.cache
@@ -27,8 +22,7 @@ def parameters_of(setting: str, label: str, network: str, shape: tuple[int, ...]
     """
     row = rows_of(setting)[label]
     recipe = Recipe(setting, "counted", label, network, "", row.method, Training(), row.layers)
-    with torch.device("meta"):
-        return sum(p.numel() for p in recipe.build(shape, outputs, 0).parameters())
+    return recipe.parameters(shape, outputs)
 
 
 def ahead(

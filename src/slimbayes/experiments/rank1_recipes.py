@@ -23,7 +23,6 @@ DATA = {MAIN: "cifar10", MORE: "cifar100", ABLATIONS: "cifar10", WIDE: "cifar10"
 GAUSSIAN, CAUCHY = settings.GAUSSIAN, settings.CAUCHY
 DETERMINISTIC, BATCH_ENSEMBLE = "Deterministic", "BatchEnsemble"
 PAD = 2
-PROBES = 20  # looks at a network while it trains
 # The constants of the reference code at the paper's time, for CIFAR-10 and CIFAR-100 alike.
 SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), 1 / 255)
 
@@ -89,7 +88,8 @@ class Size:
     chunk: int = 2_500  # rows of one pass in evaluation
     probed: int = 2_000  # test images on which a network is looked at while it trains
     most_samples: int = 25
-    steps: int | None = None  # at most so many
+    steps: int | None = None  # so many, whatever the epochs
+    probes: int = 20  # looks at a network while it trains
 
 
 def _narrow(depth: int, width: int, half: int) -> dict[str, str]:
@@ -100,7 +100,9 @@ def _narrow(depth: int, width: int, half: int) -> dict[str, str]:
 
 
 _FOUR = (DETERMINISTIC, BATCH_ENSEMBLE, GAUSSIAN, CAUCHY)
-_SMOKE = Size(0.0, 1, 20, _narrow(10, 1, 1), "digits", chunk=1_000, probed=30, most_samples=2, steps=4)
+_SMOKE = Size(
+    0.0, 1, 20, _narrow(10, 1, 1), "digits", chunk=1_000, probed=30, most_samples=2, steps=4, probes=2
+)
 _DESK = Size(0.04, 1, 200, _narrow(10, 2, 1), chunk=1_000, probed=500)
 _WRN16 = _narrow(16, 4, 2)
 SIZES: dict[tuple[str, str], Size] = {
@@ -187,12 +189,10 @@ def train(session: Session, job: Job) -> Trained:
     with_precision(session)
     made, prepared = recipe(session, job.setting, job.label), prepare(session, job.setting)
     each = max(1, len(prepared.data.train) // made.training.batch_size)
-    steps = min(made.training.epochs * each, made.training.steps or each * made.training.epochs)
+    steps = made.training.steps or made.training.epochs * each
     size = size_of(job.setting, session.scale)
     probe = progress(session, size.probed)
-    return session.trained(
-        made, prepared, job.seed, probe, max(1 if size.steps is None else 2, steps // PROBES)
-    )
+    return session.trained(made, prepared, job.seed, probe, max(1, steps // size.probes))
 
 
 def jobs_of(session: Session, setting: str, labels: tuple[str, ...] = ()) -> list[Job]:

@@ -175,6 +175,21 @@ def test_crops_cover_what_they_should():
     assert long.shape == (3, 8, 8) and centre_crop(gradient(400, 10), 8).shape == (3, 8, 8)
 
 
+def test_crops_are_resized_as_asked(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        Image.fromarray(noise).save(tmp_path / part / "a" / "0.png")
+    wide = Image.fromarray(noise).resize((46, 37), resample=Image.Resampling.BICUBIC)  # 32 · 256/224 = 37
+    wanted = np.asarray(wide.crop((7, 2, 39, 34)))
+    bicubic, bilinear = (stream(tmp_path, size=32, resample=how) for how in ("bicubic", "bilinear"))
+    assert np.array_equal(bicubic.test[0][0].movedim(0, -1).numpy(), wanted)
+    assert not torch.equal(bicubic.train[0][0], bilinear.train[0][0])
+    assert torch.equal(bilinear.train[0][0], stream(tmp_path, size=32).train[0][0])
+    with pytest.raises(DataError, match="resample='nearest' is unknown; use one of bilinear, bicubic"):
+        stream(tmp_path, resample="nearest")
+
+
 def test_a_damaged_image_is_named_or_skipped(folder):
     if folder.name == "tree":
         path = folder / "train" / "bee" / "3.png"

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from slimbayes.data.base import DataError, Kind, Scaling, Task
 from slimbayes.data.batches import batch_count, batch_rows
 from slimbayes.data.files import find_root, missing
-from slimbayes.data.streams import ImageStream, ImageTree, OnError, Place, TarShards
+from slimbayes.data.streams import ImageStream, ImageTree, OnError, Place, Resample, TarShards
 
 IMAGENET_HOME = "https://www.image-net.org/download.php"
 IMAGENET_SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 1 / 255)
@@ -183,6 +183,7 @@ def stream(
     size: int = 224,
     seed: int = 0,
     on_error: OnError = "raise",
+    resample: Resample = "bilinear",
 ) -> StreamedDataset:
     """ImageNet, or any folder like it, read as it is used.
 
@@ -196,9 +197,10 @@ def stream(
         size: of the square that the network gets, in pixels.
         seed: of order and crops.
         on_error: "raise" or "skip" damaged images.
+        resample: how crops are resized, "bilinear" or "bicubic".
     """
     folder = _folder(name, root)
-    common: dict[str, Any] = {"size": size, "on_error": on_error}
+    common: dict[str, Any] = {"size": size, "on_error": on_error, "resample": resample}
     shards, test_shards = _shards(folder, "train"), _shards(folder, "val") or _shards(folder, "test")
     train: ImageStream
     test: ImageStream

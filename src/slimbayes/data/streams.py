@@ -22,6 +22,8 @@ from slimbayes.data.files import need, permutation
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 OnError = Literal["raise", "skip"]
+Resample = Literal["bilinear", "bicubic"]
+_RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 
 
 class Place(NamedTuple):
@@ -43,13 +45,22 @@ class ImageStream(TorchDataset[tuple[Tensor, int]], ABC):
     locality: int  # how many neighbours in the files' order a shuffle mixes; 0 is all
 
     def __init__(
-        self, classes: tuple[str, ...], size: int, train: bool, seed: int, on_error: OnError
+        self,
+        classes: tuple[str, ...],
+        size: int,
+        train: bool,
+        seed: int,
+        on_error: OnError,
+        resample: Resample,
     ) -> None:
         if size < 1 or on_error not in ("raise", "skip"):
             raise DataError(
                 f"size={size}, on_error={on_error!r}: give pixels of 1 or more, 'raise' or 'skip'"
             )
+        if resample not in _RESAMPLING:
+            raise DataError(f"resample={resample!r} is unknown; use one of {', '.join(_RESAMPLING)}")
         self.classes, self.size, self.train, self.seed, self.on_error = classes, size, train, seed, on_error
+        self.resample: Resample = resample
         self.starts, self.locality = [0], 0
 
     @abstractmethod
@@ -72,8 +83,8 @@ class ImageStream(TorchDataset[tuple[Tensor, int]], ABC):
         image = decode(*self.read(place.row))
         if self.train:
             key = f"{self.seed}:{place.epoch}:{place.position}"
-            return random_crop(image, self.size, random.Random(key)), self.label(place.row)
-        return centre_crop(image, self.size), self.label(place.row)
+            return random_crop(image, self.size, random.Random(key), self.resample), self.label(place.row)
+        return centre_crop(image, self.size, self.resample), self.label(place.row)
 
     def order(self, epoch: int) -> Tensor:
         """The row at every position of an epoch: shuffled for training, within windows if locality asks."""
@@ -106,6 +117,7 @@ class ImageTree(ImageStream):
         seed: of order and crops.
         classes: the training set's, so that a validation tree has the same labels.
         on_error: what batches do with a damaged image: "raise" its DataError, or "skip" it and count.
+        resample: how crops are resized, "bilinear" or "bicubic".
     """
 
     def __init__(
@@ -116,6 +128,7 @@ class ImageTree(ImageStream):
         seed: int = 0,
         classes: tuple[str, ...] | None = None,
         on_error: OnError = "raise",
+        resample: Resample = "bilinear",
     ) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
@@ -128,7 +141,7 @@ class ImageTree(ImageStream):
                 f"the folder {unknown[0]!r} is none of the {len(names)} classes" if unknown else "no folders"
             )
             raise DataError(f"{folder}: {what}; an image tree is {folder}/<class>/*.jpg")
-        super().__init__(names, size, train, seed, on_error)
+        super().__init__(names, size, train, seed, on_error, resample)
         self.files: list[str] = []  # relative paths: text is small beside a million Path objects
         labels: list[int] = []
         for name in found:
@@ -168,7 +181,7 @@ class TarShards(ImageStream):
 
     Args:
         shards: the tar files, in order.
-        size, train, seed, on_error: as for ImageTree.
+        size, train, seed, on_error, resample: as for ImageTree.
         classes: names by label; None counts them from the largest label.
         locality: window of the shuffle, in images; 0 shuffles everything.
     """
@@ -182,6 +195,7 @@ class TarShards(ImageStream):
         classes: tuple[str, ...] | None = None,
         on_error: OnError = "raise",
         locality: int = 10_000,
+        resample: Resample = "bilinear",
     ) -> None:
         self.paths = [Path(shard) for shard in shards]
         if not self.paths:
@@ -198,7 +212,7 @@ class TarShards(ImageStream):
         names = tuple(str(c) for c in range(largest + 1)) if classes is None else classes
         if largest >= len(names):
             raise DataError(f"{self.paths[0]}: a label {largest}, but {len(names)} class names")
-        super().__init__(names, size, train, seed, on_error)
+        super().__init__(names, size, train, seed, on_error, resample)
         self.locality = locality
         self.starts = list(itertools.accumulate(map(len, entries), initial=0))
 
@@ -267,7 +281,7 @@ def decode(raw: bytes, name: str) -> Any:
         raise DataError(f"{name}: damaged or not an image ({error})") from error
 
 
-def random_crop(image: Any, size: int, source: random.Random) -> Tensor:
+def random_crop(image: Any, size: int, source: random.Random, resample: Resample = "bilinear") -> Tensor:
     """Random-resized crop and flip: 8 to 100 % of the area, aspect 3/4 to 4/3, as for ImageNet training."""
     width, height = image.size
     box = None
@@ -283,17 +297,18 @@ def random_crop(image: Any, size: int, source: random.Random) -> Tensor:
         side = min(width, height)
         x, y = (width - side) // 2, (height - side) // 2
         box = (x, y, x + side, y + side)
-    pixels = _pixels(image.resize((size, size), resample=2, box=box))
+    pixels = _pixels(image.resize((size, size), resample=_RESAMPLING[resample], box=box))
     return pixels.flip(-1) if source.random() < 0.5 else pixels
 
 
-def centre_crop(image: Any, size: int) -> Tensor:
+def centre_crop(image: Any, size: int, resample: Resample = "bilinear") -> Tensor:
     """The centre after resizing the shorter side to size · 256/224, as for ImageNet evaluation."""
     width, height = image.size
     factor = round(size * 256 / 224) / min(width, height)
     wide, high = max(size, round(width * factor)), max(size, round(height * factor))
     x, y = (wide - size) // 2, (high - size) // 2
-    return _pixels(image.resize((wide, high), resample=2).crop((x, y, x + size, y + size)))
+    resized = image.resize((wide, high), resample=_RESAMPLING[resample])
+    return _pixels(resized.crop((x, y, x + size, y + size)))
 
 
 def _pixels(image: Any) -> Tensor:

@@ -19,18 +19,20 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.data import DataError, stream
 from slimbayes.data.corruptions import corrupt
-from slimbayes.experiments import emp_imagenet as imagenet
+from slimbayes.experiments import emp_imagenet as emp
 from slimbayes.experiments import emp_imagenet_tables as tables
-from slimbayes.experiments import find, read_result, session
-from slimbayes.experiments.emp_figures import columns_of, figures_of, running_means
-from slimbayes.experiments.emp_imagenet_data import SIZES, make_tree, prepare
+from slimbayes.experiments import find, imagenet, read_result, session
+from slimbayes.experiments.averages import columns_of, running_means
+from slimbayes.experiments.emp_figures import figures_of
+from slimbayes.experiments.imagenet_data import SIZES, make_tree, prepare
 from slimbayes.experiments.running import reproduce
 from slimbayes.experiments.session import OutOfTime, Session
 from slimbayes.experiments.several import Processes
 
 Image = pytest.importorskip("PIL.Image")
 ROOT = Path(__file__).parents[2]
-SMALL = replace(SIZES["smoke"], data="imagenet", samples=(1, 2), types=("contrast",), severities=(5,))
+SMALL = replace(SIZES["smoke"], data="imagenet", types=("contrast",), severities=(5,))
+FEW = replace(emp.RUNS["smoke"], samples=(1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,7 @@ def test_streams_are_told_apart_by_names_and_labels(tree, tmp_path):
 @pytest.mark.parametrize("layout", ["tree", "shards"])
 def test_paper_scale_reads_imagenet_from_the_data_root(tree, tmp_path, monkeypatch, layout):
     monkeypatch.setitem(SIZES, "paper", SMALL)  # its folder, at a size that a test can train
+    monkeypatch.setitem(emp.RUNS, "paper", FEW)
     root = tree
     if layout == "shards":
         root = tmp_path / "data"
@@ -141,7 +144,7 @@ def test_recipes_are_the_papers(tmp_path, monkeypatch):
     paper = Session("paper", tmp_path)
     printed = find("emp/table4").table("imagenet")
     for label in tables.ALL:
-        made = imagenet.recipe(paper, label)
+        made = emp.recipe(paper, label)
         training = made.training
         assert (training.optimizer, training.lr, training.schedule) == ("adam", 1e-3, "constant")
         assert (training.epochs, training.batch_size, training.samples) == (100, 256, 1)
@@ -154,8 +157,8 @@ def test_recipes_are_the_papers(tmp_path, monkeypatch):
             dropped = {row.name for row in counted.rows if row.method == "MCDropout"}
             assert dropped == {name for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
             assert len(dropped) == 20
-    size = SIZES["paper"]
-    assert size.samples == (1, 20, 100, 200) and size.corrupted == 100 and size.pixels == 224
+    size, run = SIZES["paper"], emp.RUNS["paper"]
+    assert run.samples == (1, 20, 100, 200) and run.corrupted == 100 and size.pixels == 224
     assert len(size.types) == 15 and size.severities == (1, 2, 3, 4, 5)
 
 
@@ -201,8 +204,8 @@ def test_corruption_errors_are_the_metrics_own(relative):
 
 def test_corrupted_errors_are_those_of_corrupted_images(tmp_path):
     small = Session("smoke", tmp_path, progress=False)
-    trained = imagenet.train(small, imagenet.Job("imagenet", "Vanilla", 0))
-    rates, data = imagenet.corruption_rates(small, trained), prepare(small).data
+    trained = emp.train(small, emp.Job("imagenet", "Vanilla", 0))
+    rates, data = emp.corruption_rates(small, trained), prepare(small).data
     images = torch.stack([data.test[row][0] for row in range(len(data.test))])
     labels = torch.tensor([data.test.label(row) for row in range(len(data.test))])
     for name, severity, rate in [
@@ -218,29 +221,29 @@ def test_corrupted_errors_are_those_of_corrupted_images(tmp_path):
 
 def test_what_was_measured_is_kept_until_weights_change(tmp_path):
     small = Session("smoke", tmp_path, progress=False)
-    job = imagenet.Job("imagenet", "EMP (BN)", 0)
-    trained = imagenet.train(small, job)
-    before = imagenet.by_samples(small, trained)
-    with patch.object(imagenet, "_columns", side_effect=AssertionError("measured again")):
-        assert imagenet.by_samples(small, trained) == before
+    job = emp.Job("imagenet", "EMP (BN)", 0)
+    trained = emp.train(small, job)
+    before = emp.by_samples(small, trained)
+    with patch.object(emp, "columns", side_effect=AssertionError("measured again")):
+        assert emp.by_samples(small, trained) == before
         sb.save(
             sb.bayesianize(sb.models.WideResNet(10, 1, 8), sb.EMP(5, ("norm",))),
             trained.folder / "model.safetensors",
         )
         with pytest.raises(AssertionError, match="measured again"):
-            imagenet.by_samples(small, trained)
+            emp.by_samples(small, trained)
 
 
 @pytest.mark.parametrize("damage", ["[]", "{", '{"state": {}}'])
 def test_damaged_figures_are_measured_again(tmp_path, damage):
     small = Session("smoke", tmp_path, progress=False)
-    trained = imagenet.train(small, imagenet.Job("imagenet", "Vanilla", 0))
-    before = imagenet.by_samples(small, trained)
+    trained = emp.train(small, emp.Job("imagenet", "Vanilla", 0))
+    before = emp.by_samples(small, trained)
     (trained.folder / imagenet.KEPT).write_text(damage)
-    assert imagenet.by_samples(small, trained) == before
+    assert emp.by_samples(small, trained) == before
     (trained.folder / "model.safetensors").unlink()
     with pytest.raises(sb.CheckpointError, match="delete the folder to train again"):
-        imagenet.by_samples(small, imagenet.train(small, imagenet.Job("imagenet", "Vanilla", 0)))
+        emp.by_samples(small, emp.train(small, emp.Job("imagenet", "Vanilla", 0)))
 
 
 def test_two_jobs_of_one_network_do_not_train_it_twice(tmp_path, monkeypatch):
@@ -256,13 +259,13 @@ def test_two_jobs_of_one_network_do_not_train_it_twice(tmp_path, monkeypatch):
         return result
 
     monkeypatch.setattr(session, "fit", slow)
-    jobs = [imagenet.Job("imagenet", "Vanilla", 0, corrupted) for corrupted in (False, True)]
+    jobs = [emp.Job("imagenet", "Vanilla", 0, corrupted) for corrupted in (False, True)]
     sessions = [Session("smoke", tmp_path, progress=False) for _ in jobs]
     prepare(sessions[0])
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        list(pool.map(imagenet.measure, sessions, jobs))
+        list(pool.map(emp.measure, sessions, jobs))
     assert trained == [3]
-    found = imagenet.train(sessions[0], jobs[0])
+    found = emp.train(sessions[0], jobs[0])
     known = json.loads((found.folder / imagenet.KEPT).read_text())
     assert any(key.startswith("by samples") for key in known) and any(
         key.startswith("error of") for key in known
@@ -271,10 +274,10 @@ def test_two_jobs_of_one_network_do_not_train_it_twice(tmp_path, monkeypatch):
 
 def test_a_spent_budget_stops_between_batches(tmp_path):
     small = Session("smoke", tmp_path, progress=False)
-    trained = imagenet.train(small, imagenet.Job("imagenet", "Vanilla", 0))
+    trained = emp.train(small, emp.Job("imagenet", "Vanilla", 0))
     small.deadline = 0.0
     with pytest.raises(OutOfTime):
-        imagenet.by_samples(small, trained)
+        emp.by_samples(small, trained)
     assert not (trained.folder / imagenet.KEPT).exists()
 
 

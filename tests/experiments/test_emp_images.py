@@ -10,9 +10,17 @@ import slimbayes as sb
 from slimbayes import metrics
 from slimbayes.data import load as load_data
 from slimbayes.data import shifts_for
-from slimbayes.experiments import emp_checks, emp_extras, emp_figures, emp_images, emp_measures, emp_recipes
+from slimbayes.experiments import (
+    averages,
+    emp_checks,
+    emp_extras,
+    emp_figures,
+    emp_images,
+    emp_measures,
+    emp_recipes,
+)
+from slimbayes.experiments.averages import running_means
 from slimbayes.experiments.catalogue import find
-from slimbayes.experiments.emp_figures import running_means
 from slimbayes.experiments.emp_recipes import SIZES, WAYS, prepare, recipe
 from slimbayes.experiments.images import Job
 from slimbayes.experiments.outcome import Outcome, Table
@@ -45,14 +53,14 @@ METHODS = {
 def test_averages_of_every_number_of_draws_come_from_one_run(name, monkeypatch):
     model, x = network(METHODS[name]), torch.randn(7, 1, 8, 8)
     counts, rows = (1, 3, 8), []
-    draw = emp_figures.draw_flat
+    draw = averages.draw_flat
 
     def counted(*args):
         found = draw(*args)
         rows.append(found.shape[0] * found.shape[1])
         return found
 
-    monkeypatch.setattr(emp_figures, "draw_flat", counted)
+    monkeypatch.setattr(averages, "draw_flat", counted)
     for chunk in (4, 10, 1000):
         rows.clear()
         parts = list(running_means(model, x, counts, chunk, seed=5))
@@ -81,7 +89,7 @@ def test_figures_are_those_of_the_metrics():
     torch.manual_seed(0)
     p, y = (2 * torch.randn(400, 12)).softmax(-1), torch.randint(12, (400,))
     y[:200] = p[:200].argmax(-1)
-    found = emp_figures.figures_of(emp_figures.columns_of(p, y))
+    found = emp_figures.figures_of(averages.columns_of(p, y))
     assert found["accuracy"] == pytest.approx(100 * metrics.accuracy(p, y))
     assert found["top5"] == pytest.approx(100 * metrics.top_k_accuracy(p, y, 5))
     assert found["nll"] == pytest.approx(metrics.nll(p, y), rel=1e-5)

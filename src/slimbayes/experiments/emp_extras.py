@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Split
-from slimbayes.experiments.emp_figures import columns_of, figures_of, passes
+from slimbayes.experiments.averages import columns_of, passes
+from slimbayes.experiments.emp_figures import figures_of
 from slimbayes.experiments.emp_measures import VERSION, inputs_of
 from slimbayes.experiments.emp_recipes import STARTS, prepare, size_of
 from slimbayes.experiments.images import Job, evaluation, ready

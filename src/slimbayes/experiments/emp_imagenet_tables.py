@@ -7,13 +7,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slimbayes.experiments import emp_imagenet as imagenet
+from slimbayes.experiments import emp_imagenet as emp
+from slimbayes.experiments import imagenet
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.emp_corruptions import TYPES
 from slimbayes.experiments.emp_figures import BINS, FEWEST
-from slimbayes.experiments.emp_imagenet_data import CLASSES, SIZES, TEST, TRAIN, TREE
 from slimbayes.experiments.emp_recipes import INIT_NOISE
 from slimbayes.experiments.emp_words import start_of
+from slimbayes.experiments.imagenet_data import SIZES, check_scale
 from slimbayes.experiments.outcome import Outcome, Table, check, curve
 from slimbayes.experiments.runner import Paper, Runner
 from slimbayes.experiments.session import Session
@@ -22,15 +23,16 @@ TITLE = "ImageNet, ResNet-18"
 ALL = ("EMP (BN+out)", "EMP (BN)", "ECMP (BN+out)", "ECMP (BN)", "Dropout", "Vanilla")
 MAIN = ("EMP (BN+out)", "ECMP (BN+out)", "Dropout", "Vanilla")
 _QUALITY = ("top5", "accuracy", "ece_percent", "mce_percent")
-Found = list[tuple[imagenet.Job, dict[str, Any]]]
+Found = list[tuple[emp.Job, dict[str, Any]]]
 
 
-def facts(session: Session, setting: str, jobs: Sequence[imagenet.Job]) -> dict[str, Any]:
+def facts(session: Session, setting: str, jobs: Sequence[emp.Job]) -> dict[str, Any]:
     """What was run, as plain values."""
     labels = dict.fromkeys(job.label for job in jobs)
     return {
+        **dataclasses.asdict(emp.RUNS[session.scale]),
         **dataclasses.asdict(SIZES[session.scale]),
-        "methods": {label: imagenet.methods()[label] for label in labels},
+        "methods": {label: emp.methods()[label] for label in labels},
         "seeds": sorted({job.seed for job in jobs}),
         "processes": session.processes.number,
     }
@@ -38,53 +40,28 @@ def facts(session: Session, setting: str, jobs: Sequence[imagenet.Job]) -> dict[
 
 def deviations(session: Session, setting: str) -> list[str]:
     """Where a run at this scale differs from the paper's, in words."""
-    size = SIZES[session.scale]
-    said = []
-    if size.data == TREE:
-        said.append(
-            f"{setting}: trained on {CLASSES * TRAIN} made-up images of {CLASSES} classes, tested on "
-            f"{CLASSES * TEST}, with {size.network}: only a test that the code runs."
-        )
-    else:
-        said.append(f"{setting}: {session.used.get(size.data, {}).get('source', '')}")
-    said.append(
-        f"{setting}: an assignment is drawn for each batch and process; running statistics of norms are shared by the "
-        "components; probabilities are averaged; images are tested at their centre."
-    )
-    if session.processes.number > 1:
-        said.append(
-            f"{setting}: {session.processes.number} processes share a batch; each norm sees its own process's part."
-        )
-    said.append(f"{setting}: {start_of(INIT_NOISE)}")
-    if session.device.type == "cuda":
-        said.append(
-            f"{setting}: trained in bfloat16 (mixed), tested in float32 with TensorFloat-32 products."
-        )
-    return said
+    said = [
+        *imagenet.words(session, emp.RUNS[session.scale].network),
+        "an assignment is drawn for each batch and process; running statistics of norms are shared by the components; "
+        "probabilities are averaged; images are tested at their centre.",
+        start_of(INIT_NOISE),
+    ]
+    return [f"{setting}: {text}" for text in said]
 
 
 def _found(session: Session, labels: Sequence[str], what: Callable[..., dict[str, Any]]) -> Found:
     """What was measured of every network of these rows."""
-    _check_scale(session)
-    return [(job, what(session, imagenet.train(session, job))) for job in imagenet.jobs(session, labels)]
-
-
-def _check_scale(session: Session) -> None:
-    if session.scale not in SIZES:
-        raise ValueError(
-            f"ImageNet at scale {session.scale}: its networks are trained at scale paper alone, with ImageNet "
-            "(imagenet/train and imagenet/val, or tar shards) under --data-root; smoke runs the same code on a few "
-            "made-up images"
-        )
+    check_scale(session)
+    return [(job, what(session, emp.train(session, job))) for job in emp.jobs(session, labels)]
 
 
 def table4(session: Session, setting: str) -> Outcome:
     """Table 4: overhead, accuracy and calibration of all methods."""
     outcome = Outcome()
     table = Table("imagenet", TITLE, ("overhead_percent", *_QUALITY, "nll"))
-    for job, found in _found(session, ALL, imagenet.by_samples):
-        last = found[str(SIZES[session.scale].samples[-1])]
-        overhead = 100 * imagenet.overhead(session, job.label)
+    for job, found in _found(session, ALL, emp.by_samples):
+        last = found[str(emp.RUNS[session.scale].samples[-1])]
+        overhead = 100 * emp.overhead(session, job.label)
         table.add(job.label, {**last, "overhead_percent": overhead}, last["errors"])
     outcome.tables.append(table)
     if session.scale != "smoke":
@@ -126,8 +103,8 @@ def _calibration(labels: Sequence[str], session: Session, setting: str) -> Outco
     outcome = Outcome()
     lines = []
     table = Table("imagenet", TITLE, ("ece_percent", "mce_percent"))
-    for job, found in _found(session, labels, imagenet.by_samples):
-        last = found[str(SIZES[session.scale].samples[-1])]
+    for job, found in _found(session, labels, emp.by_samples):
+        last = found[str(emp.RUNS[session.scale].samples[-1])]
         table.add(job.label, last, {})
         bins = last["bins"]
         rows = zip(bins["confidence"], bins["accuracy"], bins["count"], strict=True)
@@ -152,7 +129,7 @@ def _corruption(number: int, labels: Sequence[str], session: Session, setting: s
     assert printed is not None
     mean = "rmce" if relative else "mce"
     table = Table(printed.name, printed.title, (mean, *TYPES))
-    found = _found(session, labels, imagenet.corruption_rates)
+    found = _found(session, labels, emp.corruption_rates)
     vanilla = {job.seed: rates for job, rates in found if job.label == "Vanilla"}
     undefined: set[str] = set()
     for job, rates in found:
@@ -163,11 +140,7 @@ def _corruption(number: int, labels: Sequence[str], session: Session, setting: s
             cells[mean] = sum(cells.values()) / len(cells)
         if cells:
             table.add(job.label, cells, {})
-    outcome = Outcome(tables=[table])
-    outcome.deviations.append(
-        "The corrupted images are made from the test images by slimbayes.data.corruptions; ImageNet-C itself, which "
-        "has them as JPEG files, is not read."
-    )
+    outcome = Outcome(tables=[table], deviations=[imagenet.CORRUPTED])
     if undefined:
         outcome.deviations.append(
             f"Not defined, for corruption adds nothing to the vanilla network's error: {', '.join(sorted(undefined))}."
@@ -203,16 +176,15 @@ def errors_against(rates: dict[str, Any], vanilla: dict[str, Any], relative: boo
 
 def figure6(session: Session, setting: str) -> Outcome:
     """Figure 6: ECE against the number of samples."""
-    size, outcome = SIZES.get(session.scale), Outcome()
-    found = _found(session, MAIN[:3], imagenet.by_samples)
-    assert size is not None
-    columns = tuple(str(count) for count in size.samples)
+    found, outcome = _found(session, MAIN[:3], emp.by_samples), Outcome()
+    samples = emp.RUNS[session.scale].samples
+    columns = tuple(map(str, samples))
     table = Table("imagenet", f"{TITLE}: ECE in % by number of samples", columns)
     for job, by in found:
         label = job.label.removesuffix(" (BN+out)")
         table.add(label, {count: by[count]["ece_percent"] for count in columns}, {})
     outcome.tables.append(table)
-    lines = [(label, list(size.samples), [[table.mean(label, c) for c in columns]]) for label in table.rows]
+    lines = [(label, list(samples), [[table.mean(label, c) for c in columns]]) for label in table.rows]
     outcome.curves.append(curve("imagenet-samples", table.title, "samples", "ECE %", lines, log_x=True))
     return outcome
 
@@ -224,7 +196,7 @@ def samples_table(label: str) -> Callable[[Session, str], Outcome]:
 
 def _samples_table(label: str, session: Session, setting: str) -> Outcome:
     table = Table("imagenet", TITLE, _QUALITY)
-    for job, by in _found(session, (label, "Vanilla"), imagenet.by_samples):
+    for job, by in _found(session, (label, "Vanilla"), emp.by_samples):
         for count, values in by.items():
             row = "Vanilla" if job.label == "Vanilla" else f"S = {count}"
             if row != "Vanilla" or count == "1":
@@ -232,17 +204,17 @@ def _samples_table(label: str, session: Session, setting: str) -> Outcome:
     return Outcome(tables=[table])
 
 
-def _order(job: imagenet.Job) -> int:
+def _order(job: emp.Job) -> int:
     return -1  # before everything else
 
 
-PAPER = Paper(imagenet.measure, facts, deviations, _order, (imagenet.SETTING,))
+PAPER = Paper(emp.measure, facts, deviations, _order, (imagenet.SETTING,))
 
 
 def _runner(
     report: Callable[[Session, str], Outcome], labels: Sequence[str], corrupted: bool = False
 ) -> Runner:
-    plan = functools.partial(imagenet.jobs, labels=labels, corrupted=corrupted)
+    plan = functools.partial(emp.jobs, labels=labels, corrupted=corrupted)
     return Runner(PAPER, report, (plan,), several=(imagenet.SETTING,))
 
 

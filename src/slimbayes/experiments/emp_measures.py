@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from slimbayes.data import Split
 from slimbayes.data.shifts import Shift, shifts_for
-from slimbayes.experiments.emp_figures import columns_of, figures_of, running_means
+from slimbayes.experiments.averages import columns_of, running_means
+from slimbayes.experiments.emp_figures import figures_of
 from slimbayes.experiments.emp_recipes import WAYS, prepare, size_of, train
 from slimbayes.experiments.images import Job, corrupted, evaluation, ready
 from slimbayes.experiments.networks import Trained

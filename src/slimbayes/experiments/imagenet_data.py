@@ -1,36 +1,33 @@
-"""ImageNet for the EMP paper's entries: a folder tree or tar shards, and for smoke tests a tree that is made up."""
+"""ImageNet for the papers' entries: a folder tree or tar shards, and for smoke tests a tree that is made up."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from slimbayes.data import StreamedDataset, stream
+from slimbayes.data import Scaling, StreamedDataset, stream
+from slimbayes.data.corruptions import CORRUPTIONS, SEVERITIES
 from slimbayes.data.files import need
-from slimbayes.experiments.emp_corruptions import TYPES
+from slimbayes.data.streaming import IMAGENET_SCALING
+from slimbayes.data.streams import Resample
 from slimbayes.experiments.session import Session
 
 TREE = "imagenet-tree"  # the made-up one, in the work folder
 CLASSES, TRAIN, TEST = 8, 9, 8  # of it: classes, and images of each
+RAW = Scaling((0.0,) * 3, (1.0,) * 3)  # pixels as they are, 0 to 255
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a scale makes of ImageNet."""
+    """What a scale makes of ImageNet, for all papers."""
 
     data: str
-    network: str
     pixels: int
-    epochs: int
-    batch_size: int
-    seeds: int
-    samples: tuple[int, ...]  # numbers of draws whose averages are measured: one run has them all
-    corrupted: int  # draws on corrupted images
     types: tuple[str, ...]  # of corruptions
     severities: tuple[int, ...]
     chunk: int  # rows of one pass in evaluation
@@ -38,13 +35,9 @@ class Size:
 
 
 SIZES = {
-    "smoke": Size(
-        TREE, "wrn(depth=10, width=1)", 32, 1, 24, 1, (1, 2, 3, 4), 2, ("brightness", "contrast"), (3, 5), 96, 0
-    ),
-    "paper": Size(
-        "imagenet", "resnet18", 224, 100, 256, 1, (1, 20, 100, 200), 100, TYPES, (1, 2, 3, 4, 5), 2048, 8
-    ),
-}  # fmt: skip
+    "smoke": Size(TREE, 32, ("brightness", "contrast"), (3, 5), 96, 0),
+    "paper": Size("imagenet", 224, CORRUPTIONS, SEVERITIES, 2048, 8),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,21 +53,36 @@ class Streamed:
         return len(self.data.train)
 
 
-_opened: weakref.WeakKeyDictionary[Session, Streamed] = weakref.WeakKeyDictionary()
+_opened: weakref.WeakKeyDictionary[Session, dict[Resample, StreamedDataset]] = weakref.WeakKeyDictionary()
 
 
-def prepare(session: Session) -> Streamed:
+def prepare(
+    session: Session, scaling: Scaling = IMAGENET_SCALING, resample: Resample = "bilinear"
+) -> Streamed:
     """The images of a session's scale, listed once: random crops for training, the centre for testing."""
-    if session not in _opened:
-        size = SIZES[session.scale]
+    check_scale(session)
+    size, opened = SIZES[session.scale], _opened.setdefault(session, {})
+    if resample not in opened:
         place: str | Path = size.data
         if size.data == TREE:
             place = session.work / TREE
             session.processes.by_first(lambda: make_tree(session.work / TREE))
-        data = stream(place, session.data_root, size.pixels)
+        data = stream(place, session.data_root, size.pixels, resample=resample)
         session.used[size.data] = {"fingerprint": data.fingerprint(), "source": data.source}
-        _opened[session] = Streamed(data, f"{size.pixels} pixels")
-    return _opened[session]
+        opened[resample] = data
+    other = [] if scaling == IMAGENET_SCALING else [repr(scaling)]
+    other += [] if resample == "bilinear" else [resample]
+    return Streamed(replace(opened[resample], scaling=scaling), ", ".join([f"{size.pixels} pixels", *other]))
+
+
+def check_scale(session: Session) -> None:
+    """Raise at scales that have no ImageNet."""
+    if session.scale not in SIZES:
+        raise ValueError(
+            f"ImageNet at scale {session.scale}: its networks are trained at scale paper alone, with ImageNet "
+            "(imagenet/train and imagenet/val, or tar shards) under --data-root; smoke runs the same code on a few "
+            "made-up images"
+        )
 
 
 def make_tree(folder: Path) -> None:

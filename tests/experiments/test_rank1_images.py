@@ -16,6 +16,7 @@ from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Prepared
 from slimbayes.experiments.outcome import Table
+from slimbayes.experiments.rank1_curves import averaged
 from slimbayes.experiments.rank1_recipes import (
     ABLATIONS,
     BATCH_ENSEMBLE,
@@ -148,7 +149,7 @@ def test_what_is_measured_is_that_of_the_predictions(session):
     changed = shift.apply(few, 4, seed=0)
     q = sb.predict(trained.model, data.scaling(changed.inputs)).mean
     assert shifted[shift.name][3]["nll"] == pytest.approx(sb.metrics.nll(q, few.targets), rel=1e-4)
-    assert set(rank1_measures.averaged(shifted)) == {"c_nll", "c_accuracy", "c_ece"}
+    assert set(averaged(shifted)) == {"c_nll", "c_accuracy", "c_ece"}
 
 
 def test_networks_are_looked_at_while_they_train(session):

@@ -26,7 +26,6 @@ def _severity(figure: int, statistic: str, title: str, chosen: tuple[Setting, ..
         f"rank1/figure{figure}", f"Figure {figure}", f"{title} by severity, {statistic} over types",
         "The captions have rank-1 networks best in every metric as the corruption grows.",
         chosen, _CORRUPTED, 10, errata=(_PLOT, *_severity_errata(chosen)),
-        needs="" if chosen[0].data.startswith("cifar") else tables.NEEDS,
     )  # fmt: skip
 
 

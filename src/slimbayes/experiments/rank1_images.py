@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +11,10 @@ from slimbayes.experiments import rank1_checks as checks
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Trained
-from slimbayes.experiments.outcome import Outcome, Table, curve, mean
+from slimbayes.experiments.outcome import Outcome, Table, curve
 from slimbayes.experiments.rank1_counts import parameter_checks
+from slimbayes.experiments.rank1_curves import BOTH, CLEAN, Corrupted, averaged, beside, by_severity
 from slimbayes.experiments.rank1_measures import (
-    averaged,
     by_samples,
     clean,
     foreign,
@@ -45,8 +44,6 @@ from slimbayes.experiments.rank1_words import deviations, title
 from slimbayes.experiments.runner import Paper, Runner
 from slimbayes.experiments.session import Session
 
-CLEAN = ("nll", "accuracy", "ece")
-BOTH = (*CLEAN, "c_nll", "c_accuracy", "c_ece")
 LAST = 0.2  # of the run: the looks from which Figure 5 is drawn
 
 
@@ -113,11 +110,7 @@ def main_table(entry: str, session: Session, setting: str) -> Outcome:
     if setting == WIDE:  # one seed tells no order
         return Outcome([main], checks=checks.absolute_checks(table))
     outcome = Outcome([main], checks=[*parameter_checks(entry), *checks.order_checks(table)])
-    for other in printed[1:]:
-        columns = tuple(name for name in other.columns if name in table.columns)
-        beside = table.select(*columns)
-        beside.name, beside.title = other.name, f"{table.title}: beside {other.title}"
-        outcome.tables.append(beside)
+    outcome.tables += beside(table, printed[1:])
     if any(other.name == "hours" for other in printed):
         outcome.deviations.append("hours are those of networks of which several may have shared the GPU.")
     return outcome
@@ -154,24 +147,10 @@ def ablation(
 
 def severities(statistic: str, session: Session, setting: str) -> Outcome:
     """Figures 7, 10 and 11: every metric by severity, the mean or the median over types."""
-    outcome = Outcome()
-    over = statistics.median if statistic == "median" else mean
-    found: dict[str, list[dict[str, list[dict[str, float]]]]] = {}
+    found: dict[str, list[Corrupted]] = {}
     for job in jobs_of(session, setting):
         found.setdefault(job.label, []).append(on_corrupted(session, train(session, job), job))
-    for metric in CLEAN:
-        words = f"{title(session, setting)}: {metric} by severity, {statistic} over types"
-        levels = range(len(next(iter(next(iter(found.values()))[0].values()))))
-        table = Table(f"{setting}-{metric}", words, tuple(str(level + 1) for level in levels))
-        lines = []
-        for label, seeds in found.items():
-            ys = [[over([by[level][metric] for by in one.values()]) for level in levels] for one in seeds]
-            for y in ys:
-                table.add(label, {str(level + 1): value for level, value in enumerate(y)}, {})
-            lines.append((label, [float(level + 1) for level in levels], ys))
-        outcome.tables.append(table)
-        outcome.curves.append(curve(f"{setting}-{metric}", words, "severity", metric, lines))
-    return outcome
+    return by_severity(setting, title(session, setting), statistic, found)
 
 
 def figure4(session: Session, setting: str) -> Outcome:

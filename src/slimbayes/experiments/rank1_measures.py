@@ -14,7 +14,6 @@ from slimbayes.data.shifts import Shift, shifts_for
 from slimbayes.evaluate import assess
 from slimbayes.experiments.images import Job, corrupted, evaluation, ready
 from slimbayes.experiments.networks import Trained
-from slimbayes.experiments.outcome import mean
 from slimbayes.experiments.rank1_recipes import (
     GAUSSIAN,
     MAIN,
@@ -30,7 +29,6 @@ from slimbayes.metrics import Evaluation, ood_scores
 from slimbayes.record import find_record
 
 VERSION = 1  # raise it when a function here changes what it gives
-FIGURES = ("nll", "accuracy", "ece")
 SAMPLES = (1, 4, 25)
 # The paper's own CIFAR-100-C: two of the fifteen types are missing, and the four extra ones are there.
 _WITHOUT, _WITH = ("motion_blur", "snow"), ("speckle_noise", "gaussian_blur", "spatter", "saturate")
@@ -97,17 +95,6 @@ def shifts(session: Session, setting: str) -> tuple[Shift, ...]:
         return standard
     names = [shift.name for shift in standard if shift.name not in _WITHOUT]
     return shifts_for(data, [*names, *_WITH], root=session.data_root)
-
-
-def averaged(found: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Figures under corruption: the mean over types within a severity, then over severities.
-
-    >>> found = {"fog": [{"nll": 1.0}, {"nll": 2.0}], "frost": [{"nll": 3.0}, {"nll": 4.0}]}
-    >>> averaged(found)
-    {'c_nll': 2.5}
-    """
-    names = next(iter(found.values()))[0]
-    return {f"c_{name}": mean([mean([one[name] for one in by]) for by in found.values()]) for name in names}
 
 
 def foreign(session: Session, trained: Trained, job: Job) -> dict[str, float]:

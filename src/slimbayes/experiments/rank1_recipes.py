@@ -1,4 +1,4 @@
-"""How the rank-1 paper's networks on CIFAR are trained at each scale: rows, sizes and recipes."""
+"""How the rank-1 paper's image networks are trained: rows; on CIFAR also sizes of each scale and recipes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from slimbayes.data import Scaling
 from slimbayes.experiments import rank1_settings as settings
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.entry import Setting
+from slimbayes.experiments.imagenet import SETTING as IMAGENET
 from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Prepared, Recipe, Trained
 from slimbayes.experiments.rank1_probes import progress
@@ -66,7 +67,7 @@ def rows_of(setting: str) -> Mapping[str, Row]:
     ['Deterministic', 'BatchEnsemble']
     """
     if setting != ABLATIONS:
-        return _rows("rank1/table3" if setting == MORE else "rank1/table2")
+        return _rows({IMAGENET: "rank1/table1", MORE: "rank1/table3"}.get(setting, "rank1/table2"))
     main = rows_of(MAIN)
     found = {label: main[label] for label in (GAUSSIAN, CAUCHY, BATCH_ENSEMBLE, DETERMINISTIC)}
     for entry in ("figure2", "figure3", "figure4", "figure-v1-5", "figure9", "collapse"):
@@ -163,24 +164,35 @@ def epochs_of(setting: str, scale: str, label: str) -> int:
     return max(2, round(size_of(setting, scale).share * paper))
 
 
+def training_of(row: Row, epochs: int, batch_size: int | None = None, **options: Any) -> Training:
+    """A row's training as in the paper over so many epochs; ``options`` are the machine's.
+
+    Schedules are in proportion to the epochs. The rate follows the batch, as in the reference code.
+    """
+    paper = row.setting.training
+    size: int = batch_size or paper["batch_size"]
+    # The loss averages over members: with so many times the rate, and the penalty over it, each trains as if alone.
+    members = getattr(parse_method(row.method), "members", 1)
+    values: dict[str, Any] = {
+        **paper, "epochs": epochs, "batch_size": size, "lr": members * paper["lr"] * (size / paper["batch_size"]),
+        "l2": paper["l2"] / members, "warmup": min(paper["warmup"], epochs / 4), **options,
+    }  # fmt: skip
+    return Training(**values)
+
+
 def recipe(session: Session, setting: str, label: str) -> Recipe:
-    """The recipe of a row: the paper's, all its schedules in proportion to the epochs."""
+    """The recipe of a row on CIFAR."""
     row, epochs = rows_of(setting)[label], epochs_of(setting, session.scale, label)
     cuda = session.device.type == "cuda"
     some = "components_per_step" in row.method  # they are chosen in Python, which cannot be recorded
-    # The loss averages over members: with so many times the rate, and the penalty over it, each trains as if alone.
-    members = getattr(parse_method(row.method), "members", 1)
-    options: dict[str, Any] = {
-        **row.setting.training, "epochs": epochs, "steps": size_of(setting, session.scale).steps,
-        "lr": members * row.setting.training["lr"], "l2": row.setting.training["l2"] / members,
-        "accelerator": session.device.type,
-        "warmup": min(row.setting.training["warmup"], epochs / 4),
-        "precision": "bf16-mixed" if cuda else "32-true", "compile": cuda, "capture": cuda and not some,
-        "checkpoint_every": 2000 if cuda else 200,
-    }  # fmt: skip
+    training = training_of(
+        row, epochs, steps=size_of(setting, session.scale).steps, accelerator=session.device.type,
+        precision="bf16-mixed" if cuda else "32-true", compile=cuda, capture=cuda and not some,
+        checkpoint_every=2000 if cuda else 200,
+    )  # fmt: skip
     return Recipe(
         setting, "trained", label, network_of(setting, session.scale, label), data_of(setting, session.scale),
-        row.method, Training(**options), row.layers,
+        row.method, training, row.layers,
     )  # fmt: skip
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from slimbayes.experiments import rank1_images, rank1_priors, rank1_theorem, rank1_values
+from slimbayes.experiments import (
+    rank1_imagenet_tables,
+    rank1_images,
+    rank1_priors,
+    rank1_theorem,
+    rank1_values,
+)
 from slimbayes.experiments.runner import UNTRAINED, Runner
 
 RUNNERS: dict[str, Runner] = {
@@ -12,4 +18,5 @@ RUNNERS: dict[str, Runner] = {
     "rank1/table7": Runner(UNTRAINED, rank1_values.table7),
     "rank1/theorem1": Runner(UNTRAINED, rank1_theorem.theorem1),
     **rank1_images.RUNNERS,
+    **rank1_imagenet_tables.RUNNERS,
 }

@@ -16,7 +16,9 @@ _CIFAR = {**_SGD, "decay": 0.2, "warmup": 1.0, "noise": "example", "reduction": 
 # B = 128 distinct images, each seen by four components: 512 rows, as in the baselines of 512 images
 _LONG = {**_CIFAR, "lr": 0.1, "batch_size": 128, "epochs": 250, "milestones": [0.4, 0.8, 0.9]}
 _SHORT = {**_CIFAR, "lr": 0.4, "batch_size": 512, "epochs": 200, "milestones": [0.3, 0.6, 0.8]}
-_IMAGENET = {**_SGD, "decay": 0.1, "milestones": [1 / 3, 2 / 3, 8 / 9], "l2": 1e-4, "samples": 1}
+_IMAGENET = {
+    **_SGD, "decay": 0.1, "milestones": [1 / 3, 2 / 3, 8 / 9], "l2": 1e-4, "decay_norms": False, "samples": 1,
+}  # fmt: skip
 _IMAGENET_LONG = {
     **_IMAGENET,
     "lr": 0.4,
@@ -38,7 +40,8 @@ _WORDS = {
     "authors, with 17 types (no motion, no snow; saturate, spatter, speckle, gaussian_blur beside), 5 severities each.",
 }
 _CROPS = (
-    "Crops of 8 to 100 % of the area at ratios 3/4 to 4/3, flipped, bicubic; tests on the centre crop of 224 from 256. "
+    "Crops of 8 to 100 % of the area at ratios 3/4 to 4/3, flipped, bicubic; tests on the centre crop of 224 from 256; "
+    "pixels go in as they are, 0 to 255. "
     "ImageNet-C has 15 types, 5 severities each. Norms are not decayed."
 )
 

@@ -6,7 +6,6 @@ from slimbayes.experiments import rank1_readme as readme
 from slimbayes.experiments import rank1_settings as settings
 from slimbayes.experiments.entry import Experiment, Printed
 
-NEEDS = "a runner of its own"
 SUM = (
     "The KL is summed over the K components and not averaged, as in the reference code: K times heavier than the "
     "convexity bound."
@@ -154,7 +153,6 @@ ENTRIES: tuple[Experiment, ...] = (
             "Warm-up is 7 epochs at the paper's release, 5 now; BatchEnsemble's factors learn at 0.25 of the rate.",
             SUM, DROPOUT, DECAY, SAMPLES, SCALES,
         ),
-        needs=NEEDS,
     ),
     Experiment(
         "rank1/table2", "Table 2", "CIFAR-10 and CIFAR-10-C",

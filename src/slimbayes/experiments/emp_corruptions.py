@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
+from slimbayes.data.corruptions import CORRUPTIONS
 from slimbayes.experiments.entry import Printed
-
-TYPES = (
-    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
-    "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression",
-)  # fmt: skip
 
 _ABSOLUTE: dict[str, tuple[float, ...]] = {
     "EMP (BN+out)": (
@@ -30,11 +26,11 @@ _RELATIVE: dict[str, tuple[float, ...]] = {
 
 _SHORT = ("EMP (BN+out)", "ECMP (BN+out)", "Dropout", "Vanilla")
 _TITLE = "ImageNet-C, ResNet-18: error by type, % of the vanilla network's"
-TABLE5 = Printed("imagenet-c", _TITLE, ("mce", *TYPES), {label: _ABSOLUTE[label] for label in _SHORT})
-TABLE7 = Printed("imagenet-c", _TITLE, ("mce", *TYPES), _ABSOLUTE)
+TABLE5 = Printed("imagenet-c", _TITLE, ("mce", *CORRUPTIONS), {label: _ABSOLUTE[label] for label in _SHORT})
+TABLE7 = Printed("imagenet-c", _TITLE, ("mce", *CORRUPTIONS), _ABSOLUTE)
 TABLE8 = Printed(
     "imagenet-c",
     "ImageNet-C, ResNet-18: error above the clean error by type, % of the vanilla network's",
-    ("rmce", *TYPES),
+    ("rmce", *CORRUPTIONS),
     _RELATIVE,
 )

@@ -7,10 +7,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slimbayes.data.corruptions import CORRUPTIONS
 from slimbayes.experiments import emp_imagenet as emp
 from slimbayes.experiments import imagenet
 from slimbayes.experiments.catalogue import find
-from slimbayes.experiments.emp_corruptions import TYPES
 from slimbayes.experiments.emp_figures import BINS, FEWEST
 from slimbayes.experiments.emp_recipes import INIT_NOISE
 from slimbayes.experiments.emp_words import start_of
@@ -128,7 +128,7 @@ def _corruption(number: int, labels: Sequence[str], session: Session, setting: s
     printed = find(f"emp/table{number}").table("imagenet-c")
     assert printed is not None
     mean = "rmce" if relative else "mce"
-    table = Table(printed.name, printed.title, (mean, *TYPES))
+    table = Table(printed.name, printed.title, (mean, *CORRUPTIONS))
     found = _found(session, labels, emp.corruption_rates)
     vanilla = {job.seed: rates for job, rates in found if job.label == "Vanilla"}
     undefined: set[str] = set()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimbayes.data.corruptions import CORRUPTIONS
+
 Cells = Mapping[str, tuple[float | None, ...]]
 
 
@@ -94,6 +96,7 @@ COLUMNS = {
     "spread": Column("Spread of components", "", 4),
     "auroc_entropy": Column("AUROC of entropy", "higher", 3),
     "auroc_mutual_information": Column("AUROC of mutual information", "higher", 3),
+    **{kind: Column(kind.replace("_", " "), "lower", 1) for kind in CORRUPTIONS},
 }
 
 

@@ -1,6 +1,7 @@
 """Seeded draws of EMP and ECMP: the noise of all layers by one evaluation is that which each would have made."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from slimbayes import keyed
 from slimbayes.apply import ahead, versions
 from slimbayes.keyed import keyed_noise, keyed_uniforms, layer_key
 from slimbayes.models import WideResNet
-from slimbayes.record import converted_layers
+from slimbayes.record import converted_layers, find_record
 
 CPU = torch.device("cpu")
 
@@ -292,6 +293,84 @@ def test_passes_of_a_compiled_network_are_one_graph(name):
     torch.testing.assert_close(found.draws, whole)
     if name in ("EMP", "ECMP"):
         assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("method", ["EMP", "ECMP"])
+def test_a_prediction_inside_of_another_of_the_same_network(method, compiled):
+    """One of them has the place of what passes choose; the other does without."""
+    torch.manual_seed(0)
+    model, x = sb.bayesianize(Tied(), METHODS[method]).eval(), torch.randn(4, 6)
+    whole = {seed: sb.predict(model, x, samples=5, seed=seed).draws for seed in (1, 2)}
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=counter) if compiled else model
+    inside = []
+
+    class Outer(sb.Categorical):  # looks at the first pass, and when all are done
+        def check(self, draws, targets=None):
+            inside.append(sb.predict(run, x, samples=5, seed=2, chunk=4).draws)
+
+    for _ in range(2):
+        found = sb.predict(run, x, samples=5, seed=1, chunk=4, likelihood=Outer()).draws
+        torch.testing.assert_close(found, whole[1])
+    assert len(inside) >= 4
+    for each in inside:
+        torch.testing.assert_close(each, whole[2])
+    assert counter.frame_count <= 2
+
+
+def test_copies_have_nothing_of_what_passes_chose():
+    model, x = sb.bayesianize(Tied(), METHODS["EMP"]).eval(), torch.randn(4, 6)
+    sb.predict(model, x, samples=5, seed=1, chunk=4)
+    assert any("settled_token" in vars(module) for module in model.modules())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not any(key.startswith("settled_") for module in other.modules() for key in vars(module))
+        found = sb.predict(other, x, samples=5, seed=1, chunk=4).draws
+        torch.testing.assert_close(found, sb.predict(model, x, samples=5, seed=1, chunk=4).draws)
+
+
+@pytest.mark.parametrize("largest", [0, 1 << 22])
+def test_a_large_place_is_given_up(largest, monkeypatch):
+    monkeypatch.setattr(ahead, "_LARGEST", largest)
+    model, x = sb.bayesianize(Tied(), METHODS["EMP"]).eval(), torch.randn(4, 6)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    whole = sb.predict(model, x, samples=5, seed=1).draws
+    compiled = torch.compile(model, backend=counter)
+    for _ in range(3):
+        torch.testing.assert_close(sb.predict(compiled, x, samples=5, seed=1, chunk=4).draws, whole)
+        kept = find_record(model).places.kept
+        assert [one is None for one in kept] == [not largest]
+        assert any("settled_token" in vars(module) for module in model.modules()) == bool(largest)
+    assert counter.frame_count == 1
+
+
+def test_no_memory_for_a_place_is_an_error_that_leaves_room_for_the_next(monkeypatch):
+    model, x = sb.bayesianize(Tied(), METHODS["EMP"]).eval(), torch.randn(4, 6)
+    whole = sb.predict(model, x, samples=5, seed=1).draws
+    monkeypatch.setattr(versions.Beside, "place", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sb.predict(model, x, samples=5, seed=1, chunk=4)
+    monkeypatch.undo()
+    torch.testing.assert_close(sb.predict(model, x, samples=5, seed=1, chunk=4).draws, whole)
+    assert [one is not None for one in find_record(model).places.kept] == [True]
+
+
+@pytest.mark.parametrize("failing", [2, 4])
+def test_a_prediction_that_fails_leaves_the_place(failing):
+    model, x = sb.bayesianize(Tied(), METHODS["EMP"]).eval(), torch.randn(4, 6)
+    calls = []
+
+    def fail(module, inputs, output):
+        calls.append(1)
+        if len(calls) == failing:
+            raise RuntimeError("stop")
+
+    sb.predict(model, x, samples=2, seed=1, chunk=4)
+    with model.register_forward_hook(fail), pytest.raises(RuntimeError, match="stop"):
+        sb.predict(model, x, samples=5, seed=1, chunk=4)
+    assert len(find_record(model).places.kept) == 1
 
 
 def test_a_prediction_in_inference_mode_leaves_gradients_to_others():

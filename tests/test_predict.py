@@ -6,6 +6,7 @@ from helpers_networks import METHODS, convert, features, images, mlp, residual_n
 from torch import nn
 
 import slimbayes as sb
+from slimbayes import pieces
 from slimbayes.predictive import Moments
 
 PARTS = ("mean", "variance", "aleatoric", "epistemic", "entropy", "expected_entropy", "mutual_information")
@@ -231,22 +232,38 @@ class Unchecked(sb.Categorical):
         return Moments.of(log_p.exp(), log_p.exp(), draws.sum(-1), log_p)
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("look", ["with the moments", "late", "with all draws"])
 @pytest.mark.parametrize("likelihood", [sb.Categorical(), Unchecked()])
 @pytest.mark.parametrize(("bad", "passes"), [(1, 1), (6, 8), (9, 9)])
-def test_outputs_that_are_not_finite_are_found_with_the_passes_beside_them(bad, passes, likelihood, keep):
-    """Those of the first pass at once, those of later ones when they are looked at together: here four at a time."""
+def test_outputs_that_are_not_finite_are_found(bad, passes, likelihood, look, monkeypatch):
+    """Those of the first pass at once, those of later ones with the moments of four, or when all passes are done."""
     calls = []
 
     def spoil(module, inputs, output):
         calls.append(1)
         return output * float("nan") if len(calls) == bad else output
 
-    model = sb.bayesianize(nn.Linear(64, 4), sb.EMP(3, "output")).eval()
-    sb.predict(model, torch.randn(4, 64), samples=2, seed=0, chunk=4)
+    model, x = sb.bayesianize(nn.Linear(16, 4), sb.EMP(3, "output")).eval(), torch.randn(4, 16)
+    sb.predict(model, x, samples=2, seed=0, chunk=4)
     model.register_forward_hook(spoil)
-    with pytest.raises(ValueError, match="are NaN or infinite"):
-        sb.predict(
-            model, torch.randn(4, 64), samples=9, seed=0, chunk=4, keep_draws=keep, likelihood=likelihood
-        )
+    if look == "late":
+        monkeypatch.setattr(pieces, "_LATE", {"cpu"})
+    with pytest.raises(ValueError, match="are NaN or infinite") as found:
+        keep = look == "with all draws"
+        sb.predict(model, x, samples=9, seed=0, chunk=4, keep_draws=keep, likelihood=likelihood)
+    if bad > 1 and (keep or (look == "late" and type(likelihood) is sb.Categorical)):
+        passes = 9
+        assert str(found.value).startswith("16 of 144 elements" if keep else "16 elements of 9 draws")
     assert len(calls) == passes
+
+
+@pytest.mark.parametrize("likelihood", [sb.Categorical(), sb.Bernoulli(), sb.Gaussian()])
+def test_a_late_look_leaves_the_moments_as_they_are(likelihood, monkeypatch):
+    model, x = sb.bayesianize(nn.Linear(6, 4), sb.EMP(3, "output")).eval(), torch.randn(4, 6)
+    found = []
+    for late in ((), {"cpu"}):
+        monkeypatch.setattr(pieces, "_LATE", late)
+        kept = dict(samples=9, seed=0, chunk=4, keep_draws=False, likelihood=likelihood)
+        found.append(sb.predict(model, x, **kept).moments)
+    for one, other in zip(vars(found[0]).values(), vars(found[1]).values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

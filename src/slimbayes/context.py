@@ -46,8 +46,8 @@ class Settled(ABC):
     """Weights that are known before the network runs, where a layer need not ask how they came about (``ahead.py``)."""
 
     @abstractmethod
-    def pair(self, rule: nn.Module, name: str) -> tuple[Tensor, Tensor | None] | None:
-        """The weight and bias of the layer that has this rule, by its name; None if it has to see for itself."""
+    def pair(self, layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+        """The layer's weight and bias; None if it has to see for itself."""
 
 
 @dataclass(frozen=True)

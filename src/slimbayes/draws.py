@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slimbayes import fast
-from slimbayes.apply.ahead import Ahead, may_choose, prefill_keyed
+from slimbayes.apply.ahead import Ahead, Lane, may_choose, prefill_keyed
 from slimbayes.apply.bulk import DEVICES, prefill
 from slimbayes.apply.gathered import prefill_weights
 from slimbayes.apply.indexed import IndexedRule
@@ -139,6 +139,12 @@ def draw_flat(
 
     ``ahead`` keeps what the passes of one prediction choose.
     """
+    if ahead is not None and ahead.lane is not None and ahead.lane.inputs is flat:
+        now = Draw(1, samples, flat.batch, noise, seed, first_sample, first_example)
+        if ahead.hand_over(now) and now.settled is not None:
+            with activate(now):
+                output = model(*ahead.lane.args, **ahead.lane.kwargs)
+            return _unfold(output, samples, flat.batch)
     if isinstance(model, nn.DataParallel):
         raise TypeError(
             "DataParallel cuts the rows of a draw across its components; use DistributedDataParallel"
@@ -169,6 +175,8 @@ def draw_flat(
         _verify_rows(model, now, flat)
         record.rows_checked = True
     _keep_mixing(record, now)
+    if ahead is not None and ahead.only_patches and now.settled is not None:
+        ahead.lane = Lane(flat, args, kwargs)
     return _unfold(output, draws, flat.batch)
 
 
@@ -318,7 +326,7 @@ def _active_components(
 
 def _unfold(output: Any, draws: int, batch: int) -> Any:
     if type(output) is Tensor and output.dim() > 0 and output.shape[0] % (draws * batch) == 0:
-        return output.unflatten(0, (draws, output.shape[0] // draws))
+        return output.unsqueeze(0) if draws == 1 else output.unflatten(0, (draws, output.shape[0] // draws))
     leaves, spec = pytree.tree_flatten(output)
     unfolded = 0
     for i, leaf in enumerate(leaves):

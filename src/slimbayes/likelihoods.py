@@ -6,9 +6,12 @@ pixels as data, flatten them into the batch axis first.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Literal, final
 
 import torch
@@ -333,8 +336,33 @@ class NotFiniteError(ValueError):
     """Outputs of a network that are NaN or infinite."""
 
 
+def not_finite(bad: int, of: str) -> NotFiniteError:
+    """What to say of so many outputs that are NaN or infinite."""
+    return NotFiniteError(
+        f"{bad} {of} are NaN or infinite: if training diverged, lower the learning rate or clip gradients; mask "
+        "classes with finite logits, say -1e4"
+    )
+
+
 _EVERY = 100
 _steps = [0]  # of training on a GPU, over all likelihoods
+
+
+class _Looks(threading.local):
+    off = False
+
+
+_LOOKS = _Looks()
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Values are not checked inside: the caller has them looked at in another way."""
+    _LOOKS.off, before = True, _LOOKS.off
+    try:
+        yield
+    finally:
+        _LOOKS.off = before
 
 
 def _looks_at(draws: Tensor) -> bool:
@@ -343,7 +371,7 @@ def _looks_at(draws: Tensor) -> bool:
     To look at a value is to wait for the GPU, which then waits for the next step to be prepared: there only the
     first two steps and every hundredth are checked.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(draws):
+    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(draws) or _LOOKS.off:
         return False
     if not draws.is_cuda or not draws.requires_grad:
         return not (draws.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -366,10 +394,7 @@ def _check_types(draws: object, targets: object, likelihood: Likelihood, axes: i
     # A finite sum has finite terms; only another one may have been too large.
     if _looks_at(draws) and not math.isfinite(draws.detach().sum()) and not torch.isfinite(draws).all():
         bad = draws.numel() - int(torch.isfinite(draws).sum())
-        raise NotFiniteError(
-            f"{bad} of {draws.numel()} elements of draws {list(draws.shape)} are NaN or infinite: if training"
-            " diverged, lower the learning rate or clip gradients; mask classes with finite logits, say -1e4"
-        )
+        raise not_finite(bad, f"of {draws.numel()} elements of draws {list(draws.shape)}")
 
 
 def _check_shape(draws: Tensor, targets: Tensor, expected: torch.Size, squeeze: bool = True) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from slimbayes.budget import exhausted, out_of_memory
 from slimbayes.draws import FlatInputs
-from slimbayes.likelihoods import Likelihood
+from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, not_finite, unseen
 from slimbayes.predictive import Moments, Predictive
 
-_HELD = 1 << 20  # outputs at most whose moments are taken at once
+_HELD = 1 << 21  # outputs at most whose moments are taken at once
+_LATE = {"cuda"}  # devices whose values are looked at when all passes are done
 Run = Callable[[FlatInputs, int, int, int], Tensor]  # (inputs, samples, first sample, first example)
 
 
@@ -49,9 +50,10 @@ class Pieces:
         part = self.flat.map_tiled(lambda leaf: leaf[rows], stop - start)
         pieces: list[Tensor] = []
         moments: Moments | None = None
-        # Moments of small outputs, pass by pass, cost as much as some layers, and a look at values waits for a GPU:
-        # both are for several passes together, whose outputs are fewer than the inputs.
-        first, held, most, seen = 0, 0, min(part.numel() // 4, _HELD), 0
+        looks: list[Tensor] = []
+        # Moments of small outputs, pass by pass, cost as much as some layers: they are for several passes together,
+        # whose outputs are no more than the inputs.
+        first, held, most = 0, 0, min(part.numel(), _HELD)
         while first < self.samples:
             count = min(per_pass, self.samples - first)
             smallest = count == 1 and stop - start == 1
@@ -62,30 +64,51 @@ class Pieces:
                     return None, 1
                 per_pass = count // 2
                 continue
-            pieces.append(draws.unflatten(0, (self.components, count)))  # [K, s, b, ...]
-            held += draws.numel()
-            full = held >= most or first + count == self.samples
-            if full:
-                together = _joined(pieces[seen:])
-                self.likelihood.check(together)
-                held, seen = 0, len(pieces)
-                if not self.keep_draws:
-                    new = self.likelihood.moments(together)
-                    moments = new if moments is None else moments.merge(new)
-                    pieces, seen = [], 0
-            elif first == 0:
+            if first == 0:
                 self.likelihood.check(draws)
-            first += count
-        return self.likelihood.predictive(_joined(pieces) if moments is None else moments), per_pass
+            pieces.append(draws)  # [K·s, b, ...]
+            first, held = first + count, held + draws.numel()
+            if not self.keep_draws and (held >= most or first == self.samples):
+                new = self._moments(pieces, looks)
+                moments = new if moments is None else moments.merge(new)
+                pieces, held = [], 0
+        if moments is None:
+            together = self._joined(pieces)
+            self.likelihood.check(together)
+            return self.likelihood.predictive(together), per_pass
+        self._look(looks)
+        return self.likelihood.predictive(moments), per_pass
+
+    def _moments(self, pieces: list[Tensor], looks: list[Tensor]) -> Moments:
+        """The moments of some passes. Whether all is finite is asked later: to look at a value waits for a GPU."""
+        together = self._joined(pieces)
+        if together.device.type not in _LATE or type(self.likelihood) not in (
+            Categorical,
+            Bernoulli,
+            Gaussian,
+        ):
+            self.likelihood.check(together)
+            return self.likelihood.moments(together)
+        looks.append(together.isfinite().logical_not_().sum())
+        with unseen():
+            return self.likelihood.moments(together)
+
+    def _look(self, looks: list[Tensor]) -> None:
+        bad = int(torch.stack(looks).sum()) if looks else 0
+        if bad:
+            raise not_finite(bad, f"elements of {self.components * self.samples} draws")
+
+    def _joined(self, pieces: list[Tensor]) -> Tensor:
+        """Draws [K·S, b, ...] of passes [K·s, b, ...]."""
+        if len(pieces) == 1:
+            return pieces[0]
+        if self.components == 1:
+            return torch.cat(pieces)
+        return torch.cat([each.unflatten(0, (self.components, -1)) for each in pieces], 1).flatten(0, 1)
 
     def _last_words(self, error: BaseException) -> str:
         tensors = [leaf for leaf in self.flat.leaves if isinstance(leaf, Tensor)]
         return exhausted(error, self.components, tensors[0].device)
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    """Draws [K·S, b, ...] of passes [K, s, b, ...]."""
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).flatten(0, 1)
 
 
 def attempt(

@@ -45,7 +45,7 @@ def predict(
     examples) of one pass, at least one example of every component; None lets the free memory decide. The
     result is the same as in one pass with the same seed. A pass that runs out of memory is halved and tried
     again. ``keep_draws=False`` keeps running moments instead of all outputs: memory does not grow with the number of
-    draws, but for what passes hold together, at most about twice the inputs' or half a MiB. ``select`` picks the
+    draws, but for what passes hold together, at most about three times the inputs' or a MiB. ``select`` picks the
     tensor to score from a structured output (default: the tensor itself, or ``.logits``). ``first_example`` is the
     index of the first example, as in ``draw``.
 
@@ -80,7 +80,7 @@ def predict_flat(
     check_chunk(chunk)
     record = find_record(model)
     keyed = seed
-    ahead = Ahead(samples, flat.numel())
+    ahead = Ahead(samples, flat.numel(), record.places)
 
     def run(part: FlatInputs, count: int, first_sample: int, start: int) -> Tensor:
         place = first_example + start
@@ -90,7 +90,7 @@ def predict_flat(
         return found if (count, part.batch) == (samples, flat.batch) else found.clone()
 
     inner = unwrap(model)
-    with torch.no_grad(), evaluating(inner):
+    with torch.no_grad(), evaluating(inner), contextlib.closing(ahead):
         if chunk is None:
             fold = _fold(inner, record, flat, samples, noise)
         else:
@@ -166,6 +166,8 @@ def check_chunk(chunk: int | None) -> None:
 
 def scored(output: Any, select: Callable[[Any], Tensor] | None = None) -> Tensor:
     """The tensor of a structured output that is scored: the selected one, the output itself or its logits."""
+    if select is None and type(output) is Tensor:
+        return output
     scored = select(output) if select is not None else getattr(output, "logits", output)
     if not isinstance(scored, Tensor):
         raise TypeError(

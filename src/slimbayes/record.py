@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes.apply.ahead import Places
 from slimbayes.apply.bulk import Group, find_groups
 from slimbayes.budget import Footprint
 from slimbayes.late import Plan
@@ -37,6 +38,7 @@ class Record:
     byproducts: dict[str, Any] = field(default_factory=dict)  # of the last draw, for the KL that follows it
     baseline: Tensor = field(default_factory=lambda: torch.zeros(()))  # running nll, for learned mixing
     survey: Survey | None = None  # the modules, as last seen
+    places: Places = field(default_factory=Places)  # of what the passes of predictions choose
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         # The last draw's log-probabilities belong to its graph, not to a copy of the model.
@@ -50,10 +52,11 @@ class Record:
             byproducts={},
             baseline=torch.zeros(()),
             survey=None,
+            places=Places(),
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "byproducts": {}, "survey": None}
+        return {**self.__dict__, "byproducts": {}, "survey": None, "places": Places()}
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import itertools
+import sys
+from operator import attrgetter, is_not
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes import fast
-from slimbayes.apply.base import Rule
+from slimbayes.apply.base import Operation
 from slimbayes.apply.indexed import IndexedRule
 from slimbayes.apply.versions import (
     FEW,
     MANY,
-    Apart,
-    Beside,
     Layers,
     Patched,
+    Store,
     Way,
     index_type,
     noises_for,
@@ -30,77 +31,177 @@ from slimbayes.budget import out_of_memory
 from slimbayes.context import Draw, Settled
 from slimbayes.noise import transformed
 
-
-class Part(NamedTuple):
-    """Where a tensor lies: in which flat tensor, from where to where, and its shape."""
-
-    flat: int
-    start: int
-    stop: int
-    shape: tuple[int, ...]
+Pair = tuple[Tensor, Tensor | None]
+SettledLayers = list[tuple[IndexedRule, Operation]]
+_LARGEST = 1 << 22  # numbers that are kept from one prediction to the next
+_SERIAL = itertools.count()
+_VERSION = attrgetter("_version")
 
 
-@dataclass
 class OneDraw(Settled):
-    """The weight and bias that the one draw of a pass takes, by layer.
+    """The place of the weights and biases that the one draw of a pass takes, and where each layer finds its own.
 
-    Eager code has them ready. A compiled network reads them from few tensors, by place: each tensor that it is handed
-    is looked at before every call.
+    A compiled network is bound to the tensors that it reads: so they are left with the layers, and the place is used
+    again in later predictions. Only by one at a time: ``token`` tells whose tensors the layers have.
     """
 
-    rules: dict[str, Rule]
-    ready: dict[str, tuple[Tensor, Tensor | None]]
-    flat: list[Tensor]  # [1, Σ widths]
-    places: dict[str, tuple[Part, ...]]
+    def __init__(self, token: str, kind: list[Any], stores: list[Store], layers: SettledLayers) -> None:
+        self.token, self.kind = token, kind
+        self.ready: dict[nn.Module, Pair] = {}
+        found: dict[str, Tensor] = {}
+        with torch.inference_mode(False):
+            self.buffers = [store.place() for store in stores]
+            for store, buffer in zip(stores, self.buffers, strict=True):
+                found |= store.views(buffer)
+            for rule, op in layers:
+                bias = None if op.bias is None else found[rule.bias_source].squeeze(0)
+                self.ready[op] = found[rule.weight_source].squeeze(0), bias
+        self._stay()
 
-    def pair(self, rule: nn.Module, name: str) -> tuple[Tensor, Tensor | None] | None:
-        """The layer's weight and bias, or None if it has to see for itself: another may have its name."""
-        if self.rules.get(name) is not rule:
-            return None
+    def _stay(self) -> None:
+        """Tell a compiler that these tensors do not move: CUDA graphs read them where they are, without a copy."""
+        dynamo = sys.modules.get("torch._dynamo")  # what was not imported has compiled nothing
+        if dynamo is not None and any(buffer.is_cuda for buffer in self.buffers):
+            for tensor in itertools.chain(*self.ready.values()):
+                if tensor is not None:
+                    dynamo.mark_static_address(tensor, guard=False)
+
+    def leave(self) -> None:
+        """Leave the tensors with the layers, for compiled code."""
+        for op, (weight, bias) in self.ready.items():
+            known = vars(op)
+            if known.get("settled_token") != self.token or known["settled_weight"] is not weight:
+                known |= {"settled_token": self.token, "settled_weight": weight, "settled_bias": bias}
+
+    def forget(self) -> None:
+        """Take them away again."""
+        for op in self.ready:
+            for key in ("settled_token", "settled_weight", "settled_bias"):
+                vars(op).pop(key, None)
+
+    def pair(self, layer: nn.Module) -> Pair | None:
+        """The layer's weight and bias, or None if it has to see for itself."""
         if not torch.compiler.is_compiling():
-            return self.ready[name]
-        found = [self.flat[i][0, start:stop].view(shape) for i, start, stop, shape in self.places[name]]
-        return found[0], found[1] if len(found) > 1 else None
+            return self.ready.get(layer)
+        if getattr(layer, "settled_token", "") != self.token:
+            return None
+        return layer.settled_weight, layer.settled_bias  # type: ignore[return-value]
+
+
+class Places:
+    """The place of a network's passes, which predictions leave to each other; one at a time has it."""
+
+    def __init__(self) -> None:
+        self.token = f"place {next(_SERIAL)}"
+        self.kept: list[OneDraw | None] = [None]
+
+    def take(self, stores: list[Store], layers: SettledLayers) -> OneDraw | None:
+        """A place for these: the last prediction's, or a new one. None while another prediction has it."""
+        try:
+            one = self.kept.pop()
+        except IndexError:
+            return None
+        try:
+            where = _stream(stores[0].versions.device)
+            kind = [where, *(store.kind for store in stores), *(op for _, op in layers)]
+            if one is None or one.kind != kind:
+                one = None  # its memory first
+                one = OneDraw(self.token, kind, stores, layers)
+        except BaseException:
+            self.kept.append(None)
+            raise
+        one.leave()
+        return one
+
+    def give(self, one: OneDraw) -> None:
+        """Leave it to the next prediction."""
+        large = sum(buffer.numel() for buffer in one.buffers) > _LARGEST
+        if large:
+            one.forget()
+        self.kept.append(None if large else one)
+
+
+def _stream(device: torch.device) -> int:
+    """What is written on one stream may still be read on it, but not on another."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+class Lane(NamedTuple):
+    """What a pass had that needed nothing but its patches: the next over the same inputs need not ask again."""
+
+    inputs: object
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Ahead:
     """What the passes of one prediction choose, many passes by one evaluation: each asks for its own.
 
-    ``samples``: of the whole prediction; ``most``: numbers of its inputs, as many bytes of which may be held ahead.
-    Passes have as many samples as the first that asks, and follow each other.
+    ``samples``: of the whole prediction; ``most``: numbers of its inputs, and four bytes for each may be held ahead.
+    Passes have as many samples as the first that asks, and follow each other. ``places``: the network's.
     """
 
-    def __init__(self, samples: int, most: int = 0) -> None:
-        self.samples, self.most = samples, most
+    def __init__(self, samples: int, most: int = 0, places: Places | None = None) -> None:
+        self.samples, self.most = samples, min(max(4 * most, FEW), MANY)
+        self.places = Places() if places is None else places
         self.short = False  # memory has ended: from then on one pass is made at a time
         self.only_patches = False  # nothing else is to be prepared for the network's layers
         self.first, self.each, self.passes = 0, 0, 0
-        self.points: list[tuple[Patched, int]] = []  # what was chosen from, and its version then
-        self.stores: list[Beside | Apart] = []
+        self.points: list[Tensor] = []  # what was chosen from
+        self.owners: list[dict[str, Any]] = []  # and where it is
+        self.keys: list[str] = []
+        self.counting: list[Tensor] = []  # those that count how often they were written to
+        self.counts: list[int] = []
+        self.stores: list[Store] = []
         self.noises: dict[str, tuple[Tensor, ...]] = {}  # by source, one for every pass
         self.layers: Layers = ()
         self.one: OneDraw | None = None
+        self.lane: Lane | None = None
 
     def hand_over(self, draw: Draw) -> bool:
         """Give a draw its part, if it is among those made and nothing has changed since."""
         if draw.samples != self.each or (draw.first_sample - self.first) % self.each:
             return False
         place = (draw.first_sample - self.first) // self.each
-        if not 0 <= place < self.passes or any([_changed(member, was) for member, was in self.points]):
+        if not 0 <= place < self.passes or self._changed():
             return False
-        parts = [store.fill(place) for store in self.stores]
-        chosen = (
-            parts[0] if len(parts) == 1 else {name: value for part in parts for name, value in part.items()}
-        )
-        draw.noises.update({source: values[place] for source, values in self.noises.items()})
+        if self.noises:
+            draw.noises.update({source: values[place] for source, values in self.noises.items()})
         # The first pass, which sees whether rows are where they should be, goes the long way.
-        if draw.components * draw.samples == 1 and draw.rows_seen is None and not torch.is_grad_enabled():
-            if self.one is None:
-                self.one = _one_draw(self.layers, chosen, self.stores)
+        one = draw.components * draw.samples == 1 and draw.rows_seen is None
+        if self.one is None and one and self.stores and not torch.is_grad_enabled():
+            self.one = self._settle()
+        if self.one is not None and one:
             draw.settled = self.one
-        else:
-            draw.prefilled.update({f"{name} chosen": value for name, value in chosen.items()})
+            for store in self.stores:
+                store.fill(place)
+            return True
+        for store in self.stores:
+            if store.buffer is None and not torch.is_grad_enabled():
+                store.buffer = store.place()
+            views = store.views(store.fill(place))
+            draw.prefilled.update({f"{name} chosen": value for name, value in views.items()})
         return True
+
+    def _changed(self) -> bool:
+        """Whether a layer's tensor is another one now, or was written to."""
+        now = map(dict.get, self.owners, self.keys)
+        return any(map(is_not, now, self.points)) or list(map(_VERSION, self.counting)) != self.counts
+
+    def _settle(self) -> OneDraw | None:
+        """A place for what passes choose, if there is one."""
+        layers = _settled_layers(self.layers, {name for store in self.stores for name in store.names})
+        one = self.places.take(self.stores, layers)
+        if one is not None:
+            for store, buffer in zip(self.stores, one.buffers, strict=True):
+                store.buffer = buffer
+        return one
+
+    def close(self) -> None:
+        """Leave the place to later predictions."""
+        if self.one is not None:
+            self.places.give(self.one)
+        self.one = None
 
     def room(self, draw: Draw, members: list[Patched]) -> int:
         """How many passes to make at once, of which this draw is the first."""
@@ -111,29 +212,25 @@ class Ahead:
             for m in members
         }
         each = draw.components * draw.samples * sum(bytes_of.values())
-        most = min(max(self.most, FEW), MANY) // max(each, 1)
+        most = self.most // max(each, 1)
         return max(1, min((self.samples - draw.first_sample) // draw.samples, most))
 
     def take(self, draw: Draw, passes: int, members: list[Patched], layers: Layers) -> None:
         """Make what so many passes choose, from this draw's on."""
-        stores: list[Beside | Apart] = []
+        stores: list[Store] = []
         noises: dict[str, tuple[Tensor, ...]] = {}
         for place in dict.fromkeys(m.place for m in members):
             beside, apart, itself = ([m for m in members if m.place == place and m.way is way] for way in Way)
             noises |= noises_for(draw, passes, itself)
-            stores += stores_for(draw, passes, beside, apart)
+            stores += stores_for(draw, passes, beside, apart, self.most)
         self.first, self.each, self.passes = draw.first_sample, draw.samples, passes
-        self.stores, self.noises, self.one, self.layers = stores, noises, None, layers
-        self.points = [(m, -1 if m.points.is_inference() else m.points._version) for m in members]
-
-
-def _changed(member: Patched, version: int) -> bool:
-    """Whether a layer's tensor is another one now, or has been written to; −1: a tensor that does not count that."""
-    if member.way is Way.ITSELF:
-        return False  # the layer looks at it when it runs
-    if member.op._parameters.get(member.which) is not member.points:
-        return True
-    return version >= 0 and version != member.points._version
+        self.close()
+        self.stores, self.noises, self.layers = stores, noises, layers
+        watched = [m for m in members if m.way is not Way.ITSELF]  # at others the layer looks when it runs
+        self.points, self.keys = [m.points for m in watched], [m.which for m in watched]
+        self.owners = [m.op._parameters for m in watched]
+        self.counting = [points for points in self.points if not points.is_inference()]
+        self.counts = list(map(_VERSION, self.counting))
 
 
 def prefill_keyed(layers: Layers, draw: Draw, ahead: Ahead | None = None) -> None:
@@ -174,28 +271,14 @@ def may_choose(draw: Draw) -> bool:
     return isinstance(draw.seed, int) and not torch.compiler.is_compiling() and not transformed()
 
 
-def _one_draw(layers: Layers, chosen: dict[str, Tensor], stores: list[Beside | Apart]) -> OneDraw:
-    places: dict[str, Part] = {}
-    flat: list[Tensor] = []
-    for store in stores:
-        assert store.buffer is not None
-        flat.append(store.buffer.view(1, -1))
-        if isinstance(store, Apart):
-            places[store.name] = Part(len(flat) - 1, 0, store.buffer.numel(), tuple(store.buffer.shape[1:]))
-            continue
-        start = 0
-        for name, width, shape in zip(store.names, store.widths, store.shapes, strict=True):
-            places[name] = Part(len(flat) - 1, start, start + width, shape)
-            start += width
-    one = OneDraw({}, {}, flat, {})
+def _settled_layers(layers: Layers, names: set[str]) -> list[tuple[IndexedRule, Operation]]:
+    """The layers whose weight and bias are among the chosen."""
+    found = []
     for rule, op in layers:
         if not isinstance(rule, IndexedRule) or not settles(rule):
             continue
-        names = [rule.weight_source, *([] if op.bias is None else [rule.bias_source])]
+        own = [rule.weight_source, *([] if op.bias is None else [rule.bias_source])]
         # A tensor may have been chosen for another layer that has it too, where this one has to look at its own.
-        if all(name in places for name in names) and way_of(rule, op, True) is not Way.ITSELF:
-            weight, *bias = (chosen[name].squeeze(0) for name in names)
-            one.rules[rule.name] = rule
-            one.ready[rule.name] = weight, bias[0] if bias else None
-            one.places[rule.name] = tuple(places[name] for name in names)
-    return one
+        if names.issuperset(own) and way_of(rule, op, True) is not Way.ITSELF:
+            found.append((rule, op))
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +23,7 @@ Place = tuple[torch.device, torch.dtype, int]  # what tensors that are chosen to
 # Elements of one version: up to here versions are copied side by side; up to there, or of any size where one number
 # chooses them all, they are chosen from where they lie, for passes of one draw.
 _SMALL, _LARGEST = 1 << 14, 1 << 20
-FEW, MANY = 1 << 18, 1 << 22  # bytes that may be held ahead however few the inputs, and however many
+FEW, MANY = 1 << 18, 1 << 23  # bytes that may be held ahead however few the inputs, and however many
 _PIECE = 1 << 20  # random numbers made at a time
 
 
@@ -95,13 +96,44 @@ def tensors(layers: Layers, one_by_one: bool) -> Iterator[Patched]:
             if points is not None and name not in seen:
                 seen.add(name)
                 source = name if rule.per_element else f"{rule.mixing.name}.index"
-                yield Patched(name, op, which, points, source, rule.per_element, way)
+                # The bias of a large weight is small itself.
+                near = way is Way.APART and points[0].numel() <= _SMALL
+                yield Patched(name, op, which, points, source, rule.per_element, Way.BESIDE if near else way)
 
 
-class Beside:
-    """All versions of some tensors side by side [K, Σ widths], and which of them every pass takes."""
+class Store(ABC):
+    """What passes choose from, and which of it every pass takes: put into one place, which the next overwrites."""
 
-    def __init__(self, members: list[Patched], index: Tensor) -> None:
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    versions: Tensor
+    buffer: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What stores whose places are alike have in common."""
+        return type(self), *self.names, *self.shapes, self.versions.dtype, self.versions.device
+
+    @abstractmethod
+    def place(self) -> Tensor:
+        """Where a pass's versions are put: [draws, Σ widths] or [1, *shape]."""
+
+    @abstractmethod
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors [draws, *shape] in such a place, by name."""
+
+    @abstractmethod
+    def fill(self, place: int) -> Tensor:
+        """Put what a pass takes into the buffer; with gradients into memory of its own."""
+
+
+class Beside(Store):
+    """All versions of some tensors side by side [K, Σ widths]; what a few passes take is chosen at once.
+
+    ``most``: numbers that may be held for that.
+    """
+
+    def __init__(self, members: list[Patched], index: Tensor, most: int) -> None:
         components = members[0].points.shape[0]
         self.names = [m.name for m in members]
         self.shapes = [m.shape for m in members]
@@ -110,48 +142,59 @@ class Beside:
         self.index = index  # [passes, draws, numbers]
         described = tuple((m.source, m.count, m.width) for m in members)
         self.columns = _columns(described, index.device)  # the number of every column; None: its own
-        self.buffer: Tensor | None = None
-        self.views: dict[str, Tensor] = {}
+        self.together = max(1, most // (index.shape[1] * self.versions.shape[1]))
+        self.first = 0
+        self.rows: tuple[Tensor, ...] = ()
 
-    def fill(self, place: int) -> dict[str, Tensor]:
-        """What a pass takes, [draws, *shape] by name: without gradients in memory that the next one overwrites."""
-        index = self.index[place]
-        if self.columns is not None:
-            index = index.index_select(1, self.columns)
-        if torch.is_grad_enabled():
-            return self._split(self.versions.gather(0, index.long()))
-        if self.buffer is None:
-            self.buffer = self.versions.new_empty(index.shape)
-            self.views = self._split(self.buffer)
-        torch.gather(self.versions, 0, index.long(), out=self.buffer)
-        return self.views
+    def place(self) -> Tensor:
+        return self.versions.new_empty(self.index.shape[1], self.versions.shape[1])
 
-    def _split(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = flat.split(self.widths, 1)
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        parts = buffer.split(self.widths, 1)
         return {
             name: part.unflatten(1, shape) if len(shape) != 1 else part
             for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
         }
 
+    def fill(self, place: int) -> Tensor:
+        if torch.is_grad_enabled():
+            return self._chosen(place, place + 1)[0]
+        if not self.first <= place < self.first + len(self.rows):
+            self.first, self.rows = place, self._chosen(place, place + self.together).unbind()
+        assert self.buffer is not None
+        return self.buffer.copy_(self.rows[place - self.first])
 
-class Apart:
+    def _chosen(self, start: int, stop: int) -> Tensor:
+        """What these passes take, [passes, draws, Σ widths]."""
+        index = self.index[start:stop]
+        if self.columns is not None:
+            index = index.index_select(2, self.columns)
+        return self.versions.gather(0, index.flatten(0, 1).long()).view(index.shape)
+
+
+class Apart(Store):
     """One large tensor: the version of every pass is copied from where all lie."""
 
     def __init__(self, member: Patched, index: Tensor) -> None:
-        self.name, self.points, self.per_element = member.name, member.points, member.per_element
-        self.index = index  # [passes, 1, numbers]
-        with torch.no_grad():
-            self.buffer = torch.empty_like(member.points[:1])
+        self.names, self.shapes = [member.name], [member.shape]
+        self.versions, self.per_element = member.points.detach(), member.per_element
+        self.index = index[:, 0].unbind()  # numbers, by pass
 
-    def fill(self, place: int) -> dict[str, Tensor]:
-        """What a pass takes, [1, *shape], in memory that the next one overwrites."""
+    def place(self) -> Tensor:
+        return torch.empty_like(self.versions[:1])
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        return {self.names[0]: buffer}
+
+    def fill(self, place: int) -> Tensor:
+        assert self.buffer is not None
         index = self.index[place].long()
         if self.per_element:
-            versions = self.points.detach().view(self.points.shape[0], -1)
-            torch.gather(versions, 0, index, out=self.buffer.view(1, -1))
+            flat = self.versions.view(len(self.versions), -1)
+            torch.gather(flat, 0, index.unsqueeze(0), out=self.buffer.view(1, -1))
         else:
-            torch.index_select(self.points.detach(), 0, index[0], out=self.buffer)
-        return {self.name: self.buffer}
+            torch.index_select(self.versions, 0, index, out=self.buffer)
+        return self.buffer
 
 
 def index_type(components: int) -> torch.dtype:
@@ -163,8 +206,13 @@ def index_type(components: int) -> torch.dtype:
     return torch.uint8 if components <= 256 else torch.int64
 
 
-def stores_for(draw: Draw, passes: int, beside: list[Patched], apart: list[Patched]) -> list[Beside | Apart]:
-    """What is chosen from, with what each of the passes takes; none where that is too much to hold."""
+def stores_for(
+    draw: Draw, passes: int, beside: list[Patched], apart: list[Patched], most: int
+) -> list[Store]:
+    """What is chosen from, with what each of the passes takes; none where that is too much to hold.
+
+    ``most``: bytes that may be held of what passes take.
+    """
     members = [*beside, *apart]
     if not members:
         return []
@@ -181,12 +229,10 @@ def stores_for(draw: Draw, passes: int, beside: list[Patched], apart: list[Patch
         index[piece.start : piece.stop] = (u * components).long().clamp_(max=components - 1)
     index = index.flatten(1, 2)
     starts = dict(zip(counts, itertools.accumulate(counts.values(), initial=0), strict=False))
-    found: list[Beside | Apart] = [
-        Apart(m, index[:, :, starts[m.source] : starts[m.source] + m.count]) for m in apart
-    ]
+    found: list[Store] = [Apart(m, index[:, :, starts[m.source] : starts[m.source] + m.count]) for m in apart]
     if beside:
         numbers = sum({m.source: m.count for m in beside}.values())  # theirs come first
-        found.insert(0, Beside(beside, index[:, :, :numbers]))
+        found.insert(0, Beside(beside, index[:, :, :numbers], most // 12))  # and an index of 8 bytes each
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -27,19 +28,22 @@ def passes(
     draws. With a ``seed`` draw s is the same function for all blocks, whatever their size; None takes torch's
     generator. ``first`` is the place of the first row among the data.
     """
-    components = find_record(model).components
-    size = max(1, min(len(inputs), chunk // components))
+    record = find_record(model)
+    size = max(1, min(len(inputs), chunk // record.components))
     for start in range(0, len(inputs), size):
         x = prepare(inputs[start : start + size])
         flat = flatten_inputs(model, (x,), {}, ())
-        most, done, ahead = max(1, chunk // (components * len(x))), 0, Ahead(stops[-1], flat.numel())
-        for stop in stops:
-            while done < stop:
-                step = min(most, stop - done)
-                with torch.no_grad(), evaluating(model):
-                    logits = draw_flat(model, flat, step, "example", seed, first + start, done, True, ahead)
-                done += step
-                yield slice(start, start + len(x)), done, logits.float().softmax(-1)
+        most, done = max(1, chunk // (record.components * len(x))), 0
+        with contextlib.closing(Ahead(stops[-1], flat.numel(), record.places)) as ahead:
+            for stop in stops:
+                while done < stop:
+                    step = min(most, stop - done)
+                    with torch.no_grad(), evaluating(model):
+                        logits = draw_flat(
+                            model, flat, step, "example", seed, first + start, done, True, ahead
+                        )
+                    done += step
+                    yield slice(start, start + len(x)), done, logits.float().softmax(-1)
 
 
 def running_means(

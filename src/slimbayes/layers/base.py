@@ -23,12 +23,19 @@ class Converted(Operation, ABC):
     bayes: Rule
     component_tensors: tuple[str, ...]
     title: str
+    # What the one draw of a pass takes, for compiled code, and whose it is (``apply/ahead.py``).
+    settled_token = ""
+    settled_weight: Tensor | None = None
+    settled_bias: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if not key.startswith("settled_")}
 
     def _apply_rule(self, *inputs: Any) -> Tensor:
         output: Tensor
         draw = current_draw()
         if draw is not None and draw.settled is not None:
-            pair = draw.settled.pair(self.bayes, self.bayes.name)
+            pair = draw.settled.pair(self)
             if pair is not None and draw.fits(inputs[0].shape[0]):
                 return self.compute(inputs, *pair)
         draw = late_draw()

@@ -10,6 +10,8 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from slimbayes.data.records.bagging import Array
 Progress = Callable[[str], None]
 ROWS = 100_000  # of one piece
 NO_TIME = np.iinfo(np.int64).min  # where a time is empty
+_BLOCK = 5_000  # rows that are held as lists
 _EVERY = 5.0  # s between two words of progress
 
 
@@ -54,11 +57,10 @@ def read_pieces(
             reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
             header = next(reader, None)
             places = _places(path, header, columns)
-            for piece in _lists(path, reader, len(header or ()), rows):
-                done += len(piece)
+            for cells in _columns(path, reader, len(header or ()), places, rows):
+                done += len(cells[0])
                 yield {
-                    name: np.array([row[place] for row in piece], dtype=np.str_)
-                    for name, place in zip(columns, places, strict=True)
+                    name: np.array(column, dtype=np.str_) for name, column in zip(columns, cells, strict=True)
                 }
                 if progress is not None and time.monotonic() - said > _EVERY:
                     said = time.monotonic()
@@ -82,19 +84,30 @@ def _places(path: Path, header: list[str] | None, columns: Sequence[str]) -> lis
     return [names.index(name.upper()) for name in columns]
 
 
-def _lists(path: Path, reader: Iterator[list[str]], width: int, rows: int) -> Iterator[list[list[str]]]:
-    piece: list[list[str]] = []
-    for number, row in enumerate(reader, 1):
-        if not row:
-            continue  # a blank line, as at the end of some files
-        if len(row) != width:
+def _columns(
+    path: Path, reader: Iterator[list[str]], width: int, places: Sequence[int], rows: int
+) -> Iterator[list[list[str]]]:
+    """Columns of so many rows each; few whole rows are held at a time, which the garbage collector would walk."""
+    done = 0
+    cells: list[list[str]] = [[] for _ in places]
+    while block := list(islice(reader, min(_BLOCK, rows))):
+        if set(map(len, block)) != {width}:
+            block = _checked(path, block, width, done)
+        done += len(block)
+        for column, place in zip(cells, places, strict=True):
+            column.extend(map(itemgetter(place), block))
+        if len(cells[0]) >= rows:
+            yield cells
+            cells = [[] for _ in places]
+    if cells[0]:
+        yield cells
+
+
+def _checked(path: Path, block: list[list[str]], width: int, done: int) -> list[list[str]]:
+    for number, row in enumerate(block, done + 1):
+        if row and len(row) != width:
             raise DataError(f"{path}: row {number} has {len(row)} fields and the header {width}: repair it")
-        piece.append(row)
-        if len(piece) == rows:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
+    return [row for row in block if row]  # blank lines, as at the end of some files
 
 
 def integers(path: Path, name: str, column: Array, missing: int = -1) -> Array:

@@ -146,7 +146,7 @@ def _prepare(
         writers = [Writer(partial / part, len(columns)) for part in _PARTS]
         for partition in range(found.partitions):
             _write(found, partition, cohort, context, (numbers, levels), options, writers)
-            if progress is not None:
+            if progress is not None and (partition + 1) % 8 == 0:
                 progress(f"records: {partition + 1} of {found.partitions} parts")
     return {
         "parts": {part: writer.facts() for part, writer in zip(_PARTS, writers, strict=True)},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers_mimic import HEADERS, make_tables, write_tables
 
-from slimbayes.data import DataError, load_records
+from slimbayes.data import DataError, found, load_records
 from slimbayes.data.records import mimic, mimic_events
 from slimbayes.data.records.mimic_tables import EVENT_TABLES, parts_of
 
@@ -316,6 +316,13 @@ def test_tables_of_two_versions(tables, tmp_path):
 def test_options_are_checked(root, tmp_path, options, message):
     with pytest.raises(DataError, match=message):
         load_records("mimic3", root, cache=tmp_path, **options)
+
+
+def test_found_by_its_tables(root, tables, tmp_path):
+    where = lambda folder: {entry.name: entry.where for entry in found(folder)}["mimic3"]  # noqa: E731
+    assert where(root) == str(root / "mimic3") and where(tmp_path) is None
+    write_tables(tmp_path, tables)
+    assert where(tmp_path) == str(tmp_path)
 
 
 def test_minimum_age(root, tables):

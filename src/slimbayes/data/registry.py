@@ -25,7 +25,7 @@ from slimbayes.data.images import (
     mnist,
 )
 from slimbayes.data.records.base import RecordDataset
-from slimbayes.data.records.mimic import MIMIC_FILES, mimic3
+from slimbayes.data.records.mimic import MIMIC_FILES, find_mimic3, mimic3
 from slimbayes.data.records.mimic_tables import MIMIC_HOME
 from slimbayes.data.records.physionet import PHYSIONET_FILES, PHYSIONET_HOME, physionet2012
 from slimbayes.data.streaming import IMAGENET_FILES, IMAGENET_HOME
@@ -162,7 +162,7 @@ def found(root: Root = None) -> tuple[Found, ...]:
     """
     entries = [Found(name, "embedded", (), "") for name in EMBEDDED]
     for name, (candidates, home) in _FILES.items():
-        path = _imagenet(root) if name == "imagenet" else locate(root, candidates)
+        path = _FOUND[name](root) if name in _FOUND else locate(root, candidates)
         entries.append(Found(name, None if path is None else str(path), candidates, home))
     return tuple(entries)
 
@@ -173,6 +173,10 @@ def _imagenet(root: Root) -> Path | None:
         if (place / "train").is_dir() or any(place.glob("train-*.tar")):
             return place
     return None
+
+
+# Folders whose content tells what they are.
+_FOUND: dict[str, Callable[[Root], Path | None]] = {"imagenet": _imagenet, "mimic3": find_mimic3}
 
 
 def describe(root: Root = None) -> str:

@@ -110,7 +110,8 @@ class RecordNet(nn.Module):
         total = torch.bmm(shares, vectors)  # [B, T, size]
         if self.combine == "sum":
             return total
-        return total / shares.sum(-1, keepdim=True).clamp(min=1.0)  # an empty bag is 0
+        weight = shares.sum(-1, keepdim=True)  # [B, T, 1]
+        return total / torch.where(weight > 0, weight, 1.0)  # an empty bag is 0
 
 
 def embedding_size(codes: int, multiplier: float = 1.0) -> int:

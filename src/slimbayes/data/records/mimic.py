@@ -88,7 +88,10 @@ def mimic3(
         cache: where to keep prepared records; None is "slimbayes-cache" beside the tables.
         progress: gets a sentence every few seconds, e.g. ``print``.
     """
-    folder = _folder(root)
+    folder = find_mimic3(root)
+    if folder is None:
+        wanted = tuple(f"{name}/ADMISSIONS.csv[.gz]" for name in MIMIC_FILES)
+        raise missing(root, (*wanted, "ADMISSIONS.csv[.gz]"), "MIMIC-III", MIMIC_HOME)
     unknown = [name for name in tables if name not in EVENT_TABLES]
     if unknown or not tables:
         raise DataError(f"tables={list(tables)}: choose some of {', '.join(EVENT_TABLES)}")
@@ -113,13 +116,13 @@ def mimic3(
     return _opened(target, options)
 
 
-def _folder(root: str | os.PathLike[str] | None) -> Path:
+def find_mimic3(root: str | os.PathLike[str] | None = None) -> Path | None:
+    """The folder with the tables of MIMIC-III, or None."""
     base = find_root(root)
     for place in () if base is None else (*(base / name for name in MIMIC_FILES), base):
         if find_table(place, "ADMISSIONS") is not None:
             return place
-    wanted = tuple(f"{name}/ADMISSIONS.csv[.gz]" for name in MIMIC_FILES)
-    raise missing(root, (*wanted, "ADMISSIONS.csv[.gz]"), "MIMIC-III", MIMIC_HOME)
+    return None
 
 
 def _opened(target: Path, options: _Options) -> RecordDataset:

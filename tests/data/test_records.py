@@ -12,6 +12,7 @@ from slimbayes.data import Bagging, DataError, RecordBatches, Records, load, loa
 from slimbayes.data import out_of_distribution as foreign
 from slimbayes.data.records import Levels, bag, carried
 from slimbayes.data.records.context import SUMMARIES, standardized, summaries
+from slimbayes.data.records.physionet_text import PARAMETERS, STATICS
 from slimbayes.data.registry import found
 
 ROOT = Path(os.environ.get("SLIMBAYES_DATA") or Path(__file__).parents[2] / ".." / "shared" / "data")
@@ -291,6 +292,76 @@ def test_physionet_errors(tmp_path):
         load("mimic3")
     data_names = [entry.name for entry in found(tmp_path) if entry.where]
     assert "physionet2012" in data_names and "imdb" not in data_names
+
+
+def write_text(folder, arrays):
+    """The arrays of an .npz as the challenge's text files; statics first, then events."""
+    for number, name in enumerate("ab"):
+        (folder / f"set-{name}").mkdir(parents=True)
+        rows = np.flatnonzero(arrays["set_id"] == number)
+        lines = [f"{arrays['record_id'][row]},6,1,5,-1,{arrays['label'][row]}" for row in rows]
+        header = "RecordID,SAPS-I,SOFA,Length_of_stay,Survival,In-hospital_death"
+        (folder / f"Outcomes-{name}.txt").write_text("\n".join([header, *lines]) + "\n")
+        for row in rows:
+            record = arrays["record_id"][row]
+            text = ["Time,Parameter,Value", f"00:00,RecordID,{record}"]
+            text += [
+                f"00:00,{n},{v:g}" for n, v in zip(arrays["static_names"], arrays["static"][row], strict=True)
+            ]
+            for place in range(arrays["offsets"][row], arrays["offsets"][row + 1]):
+                hours, minutes = divmod(int(arrays["minute"][place]), 60)
+                name_of = arrays["param_names"][arrays["param"][place]]
+                text.append(f"{hours:02}:{minutes:02},{name_of},{float(arrays['value'][place])!r}")
+            text += ["47:00,,3", "47:00,Weight,-1"]  # a blank parameter, and a weight that was not taken
+            (folder / f"set-{name}" / f"{record}.txt").write_text("\n".join(text) + "\n")
+
+
+def as_published(arrays, seed=0):
+    """The arrays with the challenge's own parameters and statics."""
+    rng = np.random.default_rng(seed)
+    static = arrays["static"]
+    return {
+        **arrays, "param_names": np.array(PARAMETERS), "static_names": np.array(STATICS),
+        "param": rng.integers(0, len(PARAMETERS), len(arrays["param"])),
+        "static": np.concatenate([static, rng.integers(40, 99, (len(static), 1))], 1).astype(np.float32),
+    }  # fmt: skip
+
+
+def test_physionet_text_files_give_the_same_records(tmp_path):
+    arrays = as_published(write_physionet(tmp_path / "physionet2012_ab.npz"))
+    order = np.argsort(arrays["set_id"], kind="stable")  # text files are read set by set
+    pieces = [np.arange(*arrays["offsets"][row : row + 2]) for row in order]
+    for name in ("minute", "param", "value"):
+        arrays[name] = arrays[name][np.concatenate(pieces)]
+    arrays["offsets"] = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
+    arrays |= {name: arrays[name][order] for name in ("record_id", "set_id", "label", "static")}
+    np.savez(tmp_path / "physionet2012_ab.npz", **arrays)
+    write_text(tmp_path / "text" / "physionet2012", arrays)
+    whole, text = (
+        load_records("physionet2012", root, validation=6) for root in (tmp_path, tmp_path / "text")
+    )
+    assert whole.fingerprint() == text.fingerprint() and whole.context == text.context
+    folder = tmp_path / "text" / "physionet2012"
+    damaged = folder / "set-a" / f"{arrays['record_id'][0]}.txt"
+    good = damaged.read_text()
+    for bad, message in (
+        (good + "12:00,Hair,3\n", r"line \d+: '12:00,Hair,3' is no time, parameter and value"),
+        (good + "noon,HR,3\n", "is no time"),
+        (good.replace("RecordID", "HR"), "no RecordID"),
+        (good.replace("RecordID,1", "RecordID,9"), "no record 9"),
+    ):
+        damaged.write_text(bad)
+        with pytest.raises(DataError, match=message):
+            load_records("physionet2012", tmp_path / "text", validation=6)
+    (folder / "Outcomes-a.txt").write_text("RecordID,Survival\n1,2\n")
+    with pytest.raises(DataError, match="no columns RecordID and In-hospital_death"):
+        load_records("physionet2012", tmp_path / "text")
+    (folder / "Outcomes-a.txt").write_text("RecordID,In-hospital_death\n1\n")
+    with pytest.raises(DataError, match=r"Outcomes-a\.txt: damaged"):
+        load_records("physionet2012", tmp_path / "text")
+    (folder / "Outcomes-a.txt").unlink()
+    with pytest.raises(DataError, match=r"Outcomes-a\.txt not found"):
+        load_records("physionet2012", tmp_path / "text")
 
 
 @needs("physionet2012_ab.npz")

@@ -1,4 +1,4 @@
-"""The intensive-care records of the PhysioNet challenge of 2012, from physionet2012_ab.npz."""
+"""The intensive-care records of the PhysioNet challenge of 2012."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.base import DataError
-from slimbayes.data.files import read_npz, require, stratified_split
+from slimbayes.data.files import locate, missing, read_npz, stratified_split
 from slimbayes.data.records.bagging import Array, Bagging, Levels, bag, carried
 from slimbayes.data.records.base import RecordDataset, Records
 from slimbayes.data.records.context import SUMMARIES, standardized, summaries
+from slimbayes.data.records.physionet_text import find_text, read_text
 
-PHYSIONET_FILES = ("physionet2012_ab.npz",)
-PHYSIONET_HOME = "https://physionet.org/content/challenge-2012 (packed as .npz, see docs/data.md)"
+PHYSIONET_FILES = ("physionet2012_ab.npz", "physionet2012/set-a", "set-a")
+PHYSIONET_HOME = "https://physionet.org/content/challenge-2012"
 HORIZON = 48 * 3600  # s: a record holds the first two days of a stay
 _KEYS = (
     "record_id",
@@ -50,7 +51,8 @@ def physionet2012(
     was not measured is 0, the training mean, and its "count" says so.
 
     Args:
-        root: the data root, with physionet2012_ab.npz in it.
+        root: the data root, with physionet2012_ab.npz in it, or with the challenge's own text files (set-a, set-b,
+            Outcomes-a.txt, Outcomes-b.txt) there or in physionet2012.
         precision: of the time bags, in seconds.
         older_than: events older than this many seconds share a bag; −1 for none.
         levels: parts into which the training values of a parameter are cut.
@@ -62,7 +64,7 @@ def physionet2012(
     unknown = [name for name in summary if name not in SUMMARIES]
     if unknown:
         raise DataError(f"summary={tuple(summary)}: {unknown[0]!r} is not one of {', '.join(SUMMARIES)}")
-    arrays = read_npz(require(root, PHYSIONET_FILES, "PhysioNet 2012", PHYSIONET_HOME), _KEYS)
+    arrays = _read(root)
     targets = torch.from_numpy(arrays["label"].astype(np.int64))
     train, held, test = _parts(arrays["set_id"], targets, validation, split)
     record, minute, codes, values = _events(arrays)
@@ -86,6 +88,16 @@ def physionet2012(
         source="PhysioNet/Computing in Cardiology Challenge 2012: set a trains and validates, set b tests.",
         notes={"precision": precision, "older_than": older_than, "levels": levels, "carry": carry},
     )
+
+
+def _read(root: str | os.PathLike[str] | None) -> dict[str, Array]:
+    path = locate(root, PHYSIONET_FILES[:1])
+    if path is not None:
+        return read_npz(path, _KEYS)
+    folder = find_text(root)
+    if folder is None:
+        raise missing(root, PHYSIONET_FILES, "PhysioNet 2012", PHYSIONET_HOME)
+    return read_text(folder)
 
 
 def _parts(sets: Array, targets: Tensor, validation: int, split: int) -> tuple[Tensor, Tensor, Tensor]:

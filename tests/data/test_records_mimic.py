@@ -11,7 +11,7 @@ import torch
 from helpers_mimic import HEADERS, make_tables, write_tables
 
 from slimbayes.data import DataError, found, load_records
-from slimbayes.data.records import mimic, mimic_events
+from slimbayes.data.records import csvs, mimic, mimic_events
 from slimbayes.data.records.mimic_tables import EVENT_TABLES, parts_of
 
 OPTIONS = {"minimum_count": 20, "dense": 4, "levels": 3}
@@ -288,6 +288,15 @@ def test_a_cut_gzip_file_is_named(tables, tmp_path):
         pass
     with pytest.raises(DataError, match=r"no column .*it has no header"):
         load_records("mimic3", tmp_path)
+
+
+def test_blank_lines_and_progress(tmp_path, monkeypatch):
+    monkeypatch.setattr(csvs, "_EVERY", -1.0)
+    path, said = tmp_path / "A.csv", []
+    path.write_text("X,Y\n1,2\n\n3,4\n\n")
+    pieces = list(csvs.read_pieces(path, ("y",), rows=2, progress=said.append))
+    assert [piece["y"].tolist() for piece in pieces] == [["2", "4"]]
+    assert said == ["A.csv: 2 rows, 100% of the file", "A.csv: 2 rows"]
 
 
 def test_tables_of_two_versions(tables, tmp_path):

@@ -63,6 +63,8 @@ class DenseNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, *shape] to [B, outputs]."""
+        if not x.is_floating_point():
+            raise TypeError(f"network 'dense' takes real numbers, got {x.dtype}: use 'lstm' for tokens")
         outputs: Tensor = self.output(self.hidden(x.flatten(1)))
         return outputs
 

@@ -84,7 +84,7 @@ class Facts:
         names = (*self.classes, *self.features, *self.outputs)
         if not (
             self.task in ("classification", "regression")
-            and self.kind in ("image", "table")
+            and self.kind in ("image", "table", "text")
             and all(whole_number(size) and size > 0 for size in self.shape)
             and isinstance(self.scaling, Scaling)
             and isinstance(self.target_scaling, Scaling) == regression
@@ -115,7 +115,11 @@ class Run:
 
     def prepared(self, raw: Tensor) -> Tensor:
         """Raw inputs as the model takes them, on its device and in its type of numbers."""
-        return self.facts.scaling(raw.to(self.device)).to(self.dtype)
+        return self.cast(self.facts.scaling(raw.to(self.device)))
+
+    def cast(self, inputs: Tensor) -> Tensor:
+        """Scaled inputs in the model's type of numbers; tokens stay whole numbers."""
+        return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
 
     @property
     def samples(self) -> int:

@@ -189,7 +189,7 @@ class Bench:
         return assess(
             run.model, batches, run.samples, EVALUATION_SEED, run.likelihood,
             target_scaling=self.data.target_scaling, chunk=16384, noise="shared",
-            prepare=lambda inputs: inputs.to(run.dtype),
+            prepare=run.cast,
         )  # fmt: skip
 
     def _class_figures(

@@ -62,5 +62,7 @@ def _real(bench: Bench, columns: dict[str, Tensor], order: Tensor) -> list[dict[
 def _picture(bench: Bench, raw: Tensor) -> dict[str, Any]:
     if bench.data.kind == "image":
         return {"pixels": raw.tolist(), "features": None}
+    if bench.data.kind == "text":
+        return {"pixels": None, "features": None}
     values = [float(value) for value in raw]
     return {"pixels": None, "features": dict(zip(bench.data.features, values, strict=True))}

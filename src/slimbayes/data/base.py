@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Task = Literal["classification", "regression"]
-Kind = Literal["image", "table"]
+Kind = Literal["image", "table", "text"]
 
 
 class DataError(ValueError):
@@ -19,7 +19,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Raw examples in memory: images uint8 [N, C, H, W] or a table float32 [N, D], and their targets.
+    """Raw examples in memory: images uint8 [N, C, H, W], a table float32 [N, D] or tokens int64 [N, L], and targets.
 
     Classes are int64 [N]; real targets are float32 [N, T] in their original units.
 
@@ -49,14 +49,15 @@ class Split:
 
     def fingerprint(self) -> str:
         """The first 16 hexadecimal digits of the SHA-256 of inputs and targets."""
-        return _fingerprint(self.inputs, self.targets)
+        return fingerprint(self.inputs, self.targets)
 
 
 @dataclass(frozen=True)
 class Scaling:
     """The affine map from raw to network units and back: z = (x · unit − mean) / std.
 
-    ``unit`` is 1/255 for uint8 images. One mean and std per channel (images) or column (tables, targets).
+    ``unit`` is 1/255 for uint8 images. One mean and std per channel (images) or column (tables, targets). Without
+    any, ``Scaling((), ())``, it leaves raw data as they are: tokens are no quantities.
 
     >>> scaling = Scaling(mean=(1.0, 2.0), std=(2.0, 4.0))
     >>> scaling(torch.tensor([[3.0, 2.0]])), scaling.undo(torch.tensor([[1.0, 0.0]]))
@@ -69,11 +70,15 @@ class Scaling:
 
     def __call__(self, raw: Tensor) -> Tensor:
         """Raw values in network units, float32."""
+        if not self.mean:
+            return raw
         mean, std = self._rows(raw)
         return (raw.float() * self.unit - mean) / std
 
     def undo(self, scaled: Tensor) -> Tensor:
         """Network units back to raw ones."""
+        if not self.mean:
+            return scaled
         mean, std = self._rows(scaled)
         return (scaled * std + mean) / self.unit
 
@@ -134,10 +139,15 @@ class Dataset:
 
     def fingerprint(self) -> str:
         """The first 16 hexadecimal digits of the SHA-256 of all inputs and targets."""
-        return _fingerprint(self.train.inputs, self.train.targets, self.test.inputs, self.test.targets)
+        return fingerprint(self.train.inputs, self.train.targets, self.test.inputs, self.test.targets)
 
 
-def _fingerprint(*tensors: Tensor) -> str:
+def fingerprint(*tensors: Tensor) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of types, shapes and contents.
+
+    >>> fingerprint(torch.zeros(2)) == fingerprint(torch.zeros(2, 1))
+    False
+    """
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())

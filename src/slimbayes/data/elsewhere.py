@@ -41,6 +41,8 @@ def out_of_distribution(
     >>> out_of_distribution(load("digits")).inputs.shape[1:]
     torch.Size([1, 8, 8])
     """
+    if dataset.kind == "text":
+        return None
     if dataset.kind == "table":
         return _far(dataset) if dataset.task == "regression" else _shuffled(dataset)
     if dataset.name in ("mnist", "cifar10", "cifar100") and locate(root, ("svhn_test.npz",)) is not None:

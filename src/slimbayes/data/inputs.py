@@ -23,8 +23,8 @@ def read_inputs(
     """Raw inputs of a file or folder, and a name for each: a row number, or a file name.
 
     Images: a folder of png or jpg files, one image, or an .npz with uint8 'inputs' or 'images'. Tables: CSV
-    or Parquet with the model's columns in any order, or an .npz with 'inputs' [N, D]. A wrong shape, a
-    missing column, NaN or an empty file is a DataError.
+    or Parquet with the model's columns in any order, or an .npz with 'inputs' [N, D]. Texts: an .npz with
+    whole numbers 'inputs' [N, length]. A wrong shape, a missing column, NaN or an empty file is a DataError.
 
     Args:
         path: what to read.
@@ -43,6 +43,10 @@ def read_inputs(
         raise DataError(f"{path}: no such file or folder (looked in {path.parent.absolute()})")
     if path.suffix.lower() == ".npz":
         inputs = _array(path, kind, shape)
+    elif kind == "text":
+        raise DataError(
+            f"{path}: this model wants tokens: an .npz with whole numbers 'inputs' [N, {shape[0]}]"
+        )
     elif kind == "table":
         if path.is_dir():
             raise DataError(f"{path} is a folder; this model wants a table: a CSV, Parquet or .npz file")
@@ -72,6 +76,10 @@ def _array(path: Path, kind: str, shape: tuple[int, ...]) -> Tensor:
         if array.dtype != np.uint8:
             raise DataError(f"{path}: {key!r} is {array.dtype}; give images as uint8, 0 to 255")
         return torch.from_numpy(array)
+    if kind == "text":
+        if array.dtype.kind not in "iu" or (len(array) and int(array.min()) < 0):
+            raise DataError(f"{path}: {key!r} is {array.dtype}; give tokens as whole numbers from 0 on")
+        return torch.from_numpy(array.astype(np.int64))
     return finite(path, array)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slimbayes.data.base import DataError, Dataset
 from slimbayes.data.embedded import EMBEDDED
@@ -24,17 +24,24 @@ from slimbayes.data.images import (
     cifar100,
     mnist,
 )
+from slimbayes.data.records.base import RecordDataset
+from slimbayes.data.records.mimic import MIMIC_FILES, find_mimic3, mimic3
+from slimbayes.data.records.mimic_tables import MIMIC_HOME
+from slimbayes.data.records.physionet import PHYSIONET_FILES, PHYSIONET_HOME, physionet2012
 from slimbayes.data.streaming import IMAGENET_FILES, IMAGENET_HOME
 from slimbayes.data.tables import load_table
+from slimbayes.data.texts import IMDB_FILES, IMDB_HOME, imdb
 from slimbayes.data.uci import UCI, UCI_HOME, uci
 from slimbayes.data.userfiles import load_folder, load_npz
 
 Root = str | os.PathLike[str] | None
+Loaded = TypeVar("Loaded", Dataset, RecordDataset)
 
 _FROM_ROOT: dict[str, Callable[..., Dataset]] = {
     "cifar10": cifar10,
     "cifar100": cifar100,
     "mnist": mnist,
+    "imdb": imdb,
     **{f"uci/{name}": partial(uci, name) for name in UCI},
 }
 _FILES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -42,9 +49,13 @@ _FILES: dict[str, tuple[tuple[str, ...], str]] = {
     "cifar100": (CIFAR_FILES[100], CIFAR_HOME),
     "mnist": (MNIST_FILES, MNIST_HOME),
     **{f"uci/{name}": (("uci.npz",), UCI_HOME) for name in UCI},
+    "imdb": (IMDB_FILES, IMDB_HOME),
     "svhn": (("svhn_test.npz",), SVHN_HOME),
     "imagenet": (IMAGENET_FILES, IMAGENET_HOME),
+    "physionet2012": (PHYSIONET_FILES, PHYSIONET_HOME),
+    "mimic3": (MIMIC_FILES, MIMIC_HOME),
 }
+_RECORDS: dict[str, Callable[..., RecordDataset]] = {"physionet2012": physionet2012, "mimic3": mimic3}
 _TABLES = (".csv", ".tsv", ".txt", ".parquet", ".pq")
 
 
@@ -80,11 +91,27 @@ def load(name: str | os.PathLike[str], root: Root = None, **options: Any) -> Dat
         return _call(text, EMBEDDED[text], options)
     if text in _FROM_ROOT:
         return _call(text, _FROM_ROOT[text], {"root": root, **options})
+    if text in _RECORDS:
+        raise DataError(f"{text!r} holds timed events: use slimbayes.data.load_records({text!r}, root)")
     if text in ("imagenet", "svhn"):
         instead = "stream('imagenet', root)" if text == "imagenet" else "load_images('svhn', root)"
         why = "is read as it is used" if text == "imagenet" else "has no training split here"
         raise DataError(f"{text!r} {why}: use slimbayes.data.{instead}")
     return _load_path(text, root, options)
+
+
+def load_records(name: str, root: Root = None, **options: Any) -> RecordDataset:
+    """Medical records by name: "physionet2012" or "mimic3".
+
+    Args:
+        name: of the set.
+        root: the folder of the data; None is the environment variable SLIMBAYES_DATA.
+        options: of the set, e.g. ``precision=86400``, the length of a time bag in seconds: see
+            ``slimbayes.data.records.physionet2012`` and ``mimic3``.
+    """
+    if name not in _RECORDS:
+        raise DataError(f"no records {name!r}: choose {' or '.join(_RECORDS)}")
+    return _call(name, _RECORDS[name], {"root": root, **options})
 
 
 def _load_path(text: str, root: Root, options: dict[str, Any]) -> Dataset:
@@ -108,7 +135,7 @@ def _load_path(text: str, root: Root, options: dict[str, Any]) -> Dataset:
     raise DataError(f"{text}: a {suffix or 'file without suffix'}; give a .csv, .parquet, .npz or a folder")
 
 
-def _call(name: str, function: Callable[..., Dataset], options: dict[str, Any]) -> Dataset:
+def _call(name: str, function: Callable[..., Loaded], options: dict[str, Any]) -> Loaded:
     known = inspect.signature(function).parameters
     unknown = [option for option in options if option not in known]
     if unknown:
@@ -135,7 +162,7 @@ def found(root: Root = None) -> tuple[Found, ...]:
     """
     entries = [Found(name, "embedded", (), "") for name in EMBEDDED]
     for name, (candidates, home) in _FILES.items():
-        path = _imagenet(root) if name == "imagenet" else locate(root, candidates)
+        path = _FOUND[name](root) if name in _FOUND else locate(root, candidates)
         entries.append(Found(name, None if path is None else str(path), candidates, home))
     return tuple(entries)
 
@@ -146,6 +173,10 @@ def _imagenet(root: Root) -> Path | None:
         if (place / "train").is_dir() or any(place.glob("train-*.tar")):
             return place
     return None
+
+
+# Folders whose content tells what they are.
+_FOUND: dict[str, Callable[[Root], Path | None]] = {"imagenet": _imagenet, "mimic3": find_mimic3}
 
 
 def describe(root: Root = None) -> str:

@@ -97,6 +97,8 @@ def shifts_for(dataset: Dataset, names: Iterable[str] | None = None, root: Root 
 
 
 def _defaults(dataset: Dataset) -> tuple[str, ...]:
+    if dataset.kind == "text":
+        return ()
     if dataset.kind == "table":
         return ("noise", "missing", "covariate", "scale")
     if min(dataset.shape[-2:]) < _SMALLEST_CORRUPTED:
@@ -107,6 +109,8 @@ def _defaults(dataset: Dataset) -> tuple[str, ...]:
 
 
 def _available(dataset: Dataset, root: Root) -> dict[str, Shift]:
+    if dataset.kind == "text":
+        return {}
     if dataset.kind == "table":
         return _tables(dataset)
     tiny = {name: Shift(name, text, _inputs=function) for name, (text, function) in TINY.items()}

@@ -4,7 +4,9 @@ from .build import NETWORKS, DenseNet, build, default_network
 from .lenet import LeNet
 from .mlp import MLP, DeepMLP, RegressionNet
 from .pyramidnet import PyramidNet
+from .record_net import RecordNet
 from .resnet import ResNet, resnet18, resnet50
+from .text_lstm import TextLSTM
 from .tfp_resnet import TFPResNet
 from .vit import VisionTransformer
 from .wrn import WideResNet, wrn28_10
@@ -16,9 +18,11 @@ __all__ = [
     "DenseNet",
     "LeNet",
     "PyramidNet",
+    "RecordNet",
     "RegressionNet",
     "ResNet",
     "TFPResNet",
+    "TextLSTM",
     "VisionTransformer",
     "WideResNet",
     "build",

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from .lenet import LeNet
 from .mlp import MLP, RegressionNet
 from .pyramidnet import PyramidNet
+from .record_net import Combine, RecordNet
 from .resnet import ResNet
+from .text_lstm import TextLSTM
 from .tfp_resnet import TFPResNet
 from .wrn import WideResNet
 
@@ -61,6 +63,8 @@ class DenseNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, *shape] to [B, outputs]."""
+        if not x.is_floating_point():
+            raise TypeError(f"network 'dense' takes real numbers, got {x.dtype}: use 'lstm' for tokens")
         outputs: Tensor = self.output(self.hidden(x.flatten(1)))
         return outputs
 
@@ -102,6 +106,30 @@ def _regression(shape: Shape, outputs: int, hidden: int = 50, normalization: str
     return RegressionNet(math.prod(shape), outputs, hidden, normalization)  # type: ignore[arg-type]
 
 
+def _lstm(
+    shape: Shape,
+    outputs: int,
+    words: int = 20_000,
+    embedding: int = 128,
+    hidden: int = 128,
+    single_bias: bool = True,
+) -> nn.Module:
+    if len(shape) != 1:
+        raise ValueError(f"network 'lstm' takes rows of token ids, these inputs have shape {list(shape)}")
+    return TextLSTM(words, embedding, hidden, outputs, single_bias)
+
+
+def _records(
+    shape: Shape, outputs: int, multiplier: float = 0.85827, dense: int = 32, hidden: int = 512,
+    dense_hidden: int = 512, combine: Combine = "mean", layers: int = 1, single_bias: bool = True,
+) -> nn.Module:  # fmt: skip
+    if len(shape) != 3:
+        raise ValueError(
+            f"network 'records' takes the shape (codes, levels, context columns) of records, got {list(shape)}"
+        )
+    return RecordNet(*shape, multiplier, dense, hidden, dense_hidden, outputs, combine, layers, single_bias)
+
+
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "dense": DenseNet,
     "mlp": _mlp,
@@ -112,6 +140,8 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "pyramidnet": _pyramidnet,
     "tfp_resnet": _tfp_resnet,
     "regression": _regression,
+    "lstm": _lstm,
+    "records": _records,
 }
 _FOR_IMAGES = ("lenet", "wrn", "resnet18", "resnet50", "pyramidnet", "tfp_resnet")
 

@@ -1,6 +1,7 @@
 """The EMP paper's image networks: one run of draws gives every S, corruptions are counted right, checks can fail."""
 
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes import metrics
+from slimbayes.checkpoint import CheckpointError
 from slimbayes.data import load as load_data
 from slimbayes.data import shifts_for
 from slimbayes.experiments import (
@@ -206,6 +208,22 @@ def test_what_was_measured_is_kept(session, monkeypatch):
     spent = Session("smoke", session.work, progress=False, budget=0.0)
     with pytest.raises(OutOfTime):
         spent.kept(trained, "something else", never)
+
+
+def test_what_was_measured_outlives_the_weights(session, tmp_path):
+    job = Job("cifar100", "Dropout", 0)
+    found = emp_measures.by_samples(session, emp_recipes.train(session, job), job)
+    shutil.copytree(session.work, tmp_path / "work", ignore=shutil.ignore_patterns("*.safetensors"))
+    other = Session("smoke", tmp_path / "work", progress=False)
+    trained = emp_recipes.train(other, job)
+    assert not list(other.work.rglob("*.safetensors")), "nothing is trained"
+    assert emp_measures.by_samples(other, trained, job) == found
+    with pytest.raises(CheckpointError, match="gone: delete the folder"):
+        other.kept(trained, "something else", lambda: trained.model)
+    path = trained.folder / "measured.json"
+    path.write_text(path.read_text().replace('"version": ', '"version": 1'))
+    with pytest.raises(CheckpointError, match="gone: delete the folder"):
+        emp_measures.by_samples(other, trained, job)
 
 
 def table_of(**ece):

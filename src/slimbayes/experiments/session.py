@@ -210,11 +210,15 @@ class Session:
         return figures, errors
 
     def kept(self, trained: Trained, key: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` finds of a trained network, as plain values, kept beside it under a name."""
+        """What ``make`` finds of a trained network, as plain values, kept beside it under a name.
+
+        It stays where the weights are deleted: a work folder without them is small enough to be sent elsewhere.
+        """
         path = trained.folder / MEASURED
-        state = {"version": MEASURE, "weights": _digest(trained.folder / MODEL)}
         known: dict[str, Any] = read_json(path) or {}
-        if known.get("state") != state:
+        before = known.get("state") or {}
+        state = {"version": MEASURE, "weights": _digest(trained.folder / MODEL) or before.get("weights")}
+        if before != state:
             known = {"state": state}
         if key not in known:
             self.check_time()

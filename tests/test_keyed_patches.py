@@ -1,7 +1,9 @@
 """Seeded draws of EMP and ECMP: the noise of all layers by one evaluation is that which each would have made."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -318,6 +320,104 @@ def test_a_prediction_inside_of_another_of_the_same_network(method, compiled):
     for each in inside:
         torch.testing.assert_close(each, whole[2])
     assert counter.frame_count <= 2
+
+
+def large(method):
+    """A layer whose versions are too large to lie side by side, and a small one."""
+    torch.manual_seed(0)
+    model = sb.bayesianize(
+        nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 4)), method(3, nn.Linear)
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data)
+    return model.eval()
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def halved(model):
+    parametrize.register_parametrization(model[0], "weight", Halved())
+
+
+@pytest.mark.parametrize("change", [None, halved])
+@pytest.mark.parametrize("method", [sb.EMP, sb.ECMP])
+def test_a_compiled_layer_that_chooses_for_itself_finds_nothing_of_earlier_passes(method, change):
+    model, x = large(method), torch.randn(4, 64)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for samples, seed in ((5, 1), (8, 1), (1, 2), (5, 3)):
+        found = sb.predict(compiled, x, samples=samples, seed=seed, chunk=4).draws
+        torch.testing.assert_close(found, sb.predict(model, x, samples=samples, seed=seed).draws)
+        if change is not None and samples == 8:
+            change(model)
+
+
+def test_the_last_pass_is_as_those_before_it(monkeypatch):
+    """Seven passes are made ahead, and one is left over."""
+    model, x = large(sb.ECMP), torch.randn(4, 64)
+    monkeypatch.setattr(ahead, "FEW", 7 * sum(parameter[0].numel() for parameter in model.parameters()))
+    whole, made, take = sb.predict(model, x, samples=8, seed=1).draws, [], ahead.Ahead.take
+
+    def counted(self, draw, passes, members, layers):
+        made.append(passes)
+        take(self, draw, passes, members, layers)
+
+    monkeypatch.setattr(ahead.Ahead, "take", counted)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    torch.testing.assert_close(sb.predict(compiled, x, samples=8, seed=1, chunk=4).draws, whole)
+    assert made == [7, 1]
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("method", ["EMP", "ECMP"])
+def test_draws_of_a_compiled_network_are_one_graph(method):
+    model, x = sb.bayesianize(Tied(), METHODS[method]).eval(), torch.randn(4, 6)
+    wanted = [sb.draw(model, x, seed=seed) for seed in range(6)]
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    with torch.no_grad():
+        for seed, each in enumerate(wanted):
+            torch.testing.assert_close(sb.draw(compiled, x, seed=seed), each)
+    assert counter.frame_count == 1
+
+
+class Popping(nn.Module):
+    """Changes the container that it is handed."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, batch):
+        mask = batch.pop("mask")
+        return self.out(batch["x"] * mask)
+
+
+def test_every_pass_has_a_container_of_its_own():
+    model = sb.bayesianize(Popping(), sb.EMP(3, "output")).eval()
+    batch = {"x": torch.randn(4, 6), "mask": torch.ones(4, 6)}
+    whole = sb.predict(model, batch, samples=5, seed=1).draws
+    torch.testing.assert_close(sb.predict(model, batch, samples=5, seed=1, chunk=4).draws, whole)
+    assert set(batch) == {"x", "mask"}
+
+
+def test_a_network_that_is_one_layer_goes_when_it_is_let_go():
+    model = sb.bayesianize(nn.Linear(6, 4), sb.EMP(3, "output")).eval()
+    sb.predict(model, torch.randn(4, 6), samples=5, seed=1, chunk=4)
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_copies_have_nothing_of_what_passes_chose():

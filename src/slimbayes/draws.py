@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slimbayes import fast
-from slimbayes.apply.ahead import Ahead, Lane, may_choose, prefill_keyed
+from slimbayes.apply.ahead import Ahead, may_choose, prefill_keyed
 from slimbayes.apply.bulk import DEVICES, prefill
 from slimbayes.apply.gathered import prefill_weights
 from slimbayes.apply.indexed import IndexedRule
@@ -139,11 +139,12 @@ def draw_flat(
 
     ``ahead`` keeps what the passes of one prediction choose.
     """
-    if ahead is not None and ahead.lane is not None and ahead.lane.inputs is flat:
+    if ahead is not None and ahead.lane is flat:
         now = Draw(1, samples, flat.batch, noise, seed, first_sample, first_example)
         if ahead.hand_over(now) and now.settled is not None:
+            args, kwargs = flat.tile(1)
             with activate(now):
-                output = model(*ahead.lane.args, **ahead.lane.kwargs)
+                output = model(*args, **kwargs)
             return _unfold(output, samples, flat.batch)
     if isinstance(model, nn.DataParallel):
         raise TypeError(
@@ -151,6 +152,9 @@ def draw_flat(
         )
     record = find_record(model)
     check_options(samples, noise, seed)
+    if ahead is None and isinstance(seed, int) and not torch.compiler.is_compiling():
+        with contextlib.closing(Ahead(samples, 0, record.places)) as own:
+            return draw_flat(model, flat, samples, noise, seed, first_example, first_sample, evaluated, own)
     components, ids = _active_components(unwrap(model), record, flat.leaves, seed)
     draws = components * samples
     now = Draw(components, samples, flat.batch, noise, seed, first_sample, first_example, ids)
@@ -176,7 +180,7 @@ def draw_flat(
         record.rows_checked = True
     _keep_mixing(record, now)
     if ahead is not None and ahead.only_patches and now.settled is not None:
-        ahead.lane = Lane(flat, args, kwargs)
+        ahead.lane = flat
     return _unfold(output, draws, flat.batch)
 
 

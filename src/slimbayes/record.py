@@ -56,7 +56,7 @@ class Record:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "byproducts": {}, "survey": None, "places": Places()}
+        return {**self.__dict__, "byproducts": {}, "survey": None}
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from operator import attrgetter, is_not
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,10 @@ class OneDraw(Settled):
 
     def __init__(self, token: str, kind: list[Any], stores: list[Store], layers: SettledLayers) -> None:
         self.token, self.kind = token, kind
-        self.ready: dict[nn.Module, Pair] = {}
+        self.layers = [
+            weakref.ref(op) for _, op in layers
+        ]  # weakly: the network may be such a layer, and has this
+        self.ready: dict[int, Pair] = {}  # by id, which those of living layers alone have
         found: dict[str, Tensor] = {}
         with torch.inference_mode(False):
             self.buffers = [store.place() for store in stores]
@@ -55,7 +59,7 @@ class OneDraw(Settled):
                 found |= store.views(buffer)
             for rule, op in layers:
                 bias = None if op.bias is None else found[rule.bias_source].squeeze(0)
-                self.ready[op] = found[rule.weight_source].squeeze(0), bias
+                self.ready[id(op)] = found[rule.weight_source].squeeze(0), bias
         self._stay()
 
     def _stay(self) -> None:
@@ -68,21 +72,24 @@ class OneDraw(Settled):
 
     def leave(self) -> None:
         """Leave the tensors with the layers, for compiled code."""
-        for op, (weight, bias) in self.ready.items():
+        for op, (weight, bias) in zip(self._living(), self.ready.values(), strict=True):
             known = vars(op)
             if known.get("settled_token") != self.token or known["settled_weight"] is not weight:
                 known |= {"settled_token": self.token, "settled_weight": weight, "settled_bias": bias}
 
     def forget(self) -> None:
-        """Take them away again."""
-        for op in self.ready:
+        """Take them away again: a layer that does not settle any more is not to find them."""
+        for op in self._living():
             for key in ("settled_token", "settled_weight", "settled_bias"):
                 vars(op).pop(key, None)
+
+    def _living(self) -> list[nn.Module]:
+        return [op for op in (ref() for ref in self.layers) if op is not None]
 
     def pair(self, layer: nn.Module) -> Pair | None:
         """The layer's weight and bias, or None if it has to see for itself."""
         if not torch.compiler.is_compiling():
-            return self.ready.get(layer)
+            return self.ready.get(id(layer))
         if getattr(layer, "settled_token", "") != self.token:
             return None
         return layer.settled_weight, layer.settled_bias  # type: ignore[return-value]
@@ -95,6 +102,9 @@ class Places:
         self.token = f"place {next(_SERIAL)}"
         self.kept: list[OneDraw | None] = [None]
 
+    def __reduce__(self) -> tuple[type[Places], tuple[()]]:
+        return Places, ()  # a copy, also in another process, has a token of its own
+
     def take(self, stores: list[Store], layers: SettledLayers) -> OneDraw | None:
         """A place for these: the last prediction's, or a new one. None while another prediction has it."""
         try:
@@ -102,10 +112,12 @@ class Places:
         except IndexError:
             return None
         try:
-            where = _stream(stores[0].versions.device)
-            kind = [where, *(store.kind for store in stores), *(op for _, op in layers)]
-            if one is None or one.kind != kind:
-                one = None  # its memory first
+            where = [_stream(store.versions.device) for store in stores]
+            kind = [where, *(store.kind for store in stores), *(weakref.ref(op) for _, op in layers)]
+            if one is not None and one.kind != kind:
+                one.forget()
+                one = None
+            if one is None:
                 one = OneDraw(self.token, kind, stores, layers)
         except BaseException:
             self.kept.append(None)
@@ -124,14 +136,6 @@ class Places:
 def _stream(device: torch.device) -> int:
     """What is written on one stream may still be read on it, but not on another."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-class Lane(NamedTuple):
-    """What a pass had that needed nothing but its patches: the next over the same inputs need not ask again."""
-
-    inputs: object
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class Ahead:
@@ -156,7 +160,9 @@ class Ahead:
         self.noises: dict[str, tuple[Tensor, ...]] = {}  # by source, one for every pass
         self.layers: Layers = ()
         self.one: OneDraw | None = None
-        self.lane: Lane | None = None
+        self.lane: object = (
+            None  # inputs of which a pass needed nothing but its patches: the next need not ask again
+        )
 
     def hand_over(self, draw: Draw) -> bool:
         """Give a draw its part, if it is among those made and nothing has changed since."""
@@ -233,22 +239,22 @@ class Ahead:
         self.counts = list(map(_VERSION, self.counting))
 
 
-def prefill_keyed(layers: Layers, draw: Draw, ahead: Ahead | None = None) -> None:
+def prefill_keyed(layers: Layers, draw: Draw, ahead: Ahead | None) -> None:
     """Of a draw with a seed: the keyed noise of all patches by one evaluation, and what it chooses of the small ones.
 
     The generator takes a hundred small operations whatever it makes: once per layer they would cost more than a
     network's pass over a few hundred rows, and once per pass as much as a part of it. So it makes what the passes
-    after this one need too, where there is an ``ahead`` to keep it. The numbers are those that the layers would make.
+    after this one need too; ``ahead`` keeps it. The numbers are those that the layers would make.
     """
-    if not may_choose(draw):
+    if ahead is None or not may_choose(draw):
         return
-    ahead = Ahead(draw.samples) if ahead is None else ahead
     if ahead.hand_over(draw):
         return
     several = ahead.samples > draw.samples and not torch.is_grad_enabled()
     members = list(tensors(layers, several and draw.components * draw.samples == 1))
     passes = ahead.room(draw, members)
-    if several and passes == 1:  # nothing to share: large tensors are left to their layers
+    if several and passes == 1 and (ahead.short or ahead.passes <= 1):
+        # Nothing to share: large tensors are left to their layers. The last of many passes is as those before it.
         members = list(tensors(layers, False))
     if passes > 1:
         try:

@@ -160,6 +160,7 @@ class Beside(Store):
         if torch.is_grad_enabled():
             return self._chosen(place, place + 1)[0]
         if not self.first <= place < self.first + len(self.rows):
+            self.rows = ()  # their memory first
             self.first, self.rows = place, self._chosen(place, place + self.together).unbind()
         assert self.buffer is not None
         return self.buffer.copy_(self.rows[place - self.first])

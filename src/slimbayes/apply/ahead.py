@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import fast
-from slimbayes.apply.base import Rule
+from slimbayes.apply.base import Rule, parameter_of
 from slimbayes.apply.indexed import IndexedRule
 from slimbayes.apply.versions import (
     FEW,
@@ -131,7 +131,7 @@ def _changed(member: Patched, version: int) -> bool:
     """Whether a layer's tensor is another one now, or has been written to; −1: a tensor that does not count that."""
     if member.way is Way.ITSELF:
         return False  # the layer looks at it when it runs
-    if member.op._parameters.get(member.which) is not member.points:
+    if parameter_of(member.op, member.which) is not member.points:
         return True
     return version >= 0 and version != member.points._version
 

@@ -130,6 +130,7 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
         components=max((m.traits.components for m in used), default=1),
         step_components=next(iter(steps), None),
         dropouts=tuple(plan.dropouts),
+        recurrent=any(isinstance(module, nn.RNNBase) for module in modules.values()),
     )
     model.__dict__[ATTRIBUTE] = record
     silent = [f"{name} ({kind})" for name, kind, why in plan.left_alone if why.endswith(NO_CLASS)]

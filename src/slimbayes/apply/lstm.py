@@ -1,11 +1,13 @@
 """An LSTM whose rows have factors of their own, with its backward pass written out.
 
-z_t = x_t + r ∘ (U (s ∘ h_{t−1})). The gradients of U, r and s are sums over steps, each made by one operation after the
-last step; autograd would add one term per step.
+z_t = r ∘ (W (s ∘ x_t)) + r' ∘ (U (s' ∘ h_{t−1})) + b. Steps are gone through in blocks that fit into a cache: the
+inputs of a block meet W by one product, and the gradients of W, U and x are made by one each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,120 +17,195 @@ from torch.autograd.function import once_differentiable
 from slimbayes.apply.mapped import Mapped
 from slimbayes.noise import transformed
 
+_BLOCK = 1 << 20  # numbers of a block's gates
+Pair = tuple[Tensor, tuple[Tensor, Tensor]]
 
-def usable(hh: Mapped, inputs: Tensor, state: tuple[Tensor, ...]) -> bool:
-    """Whether the written-out passes apply: one weight for all rows, plain tensors of one type."""
-    if hh.weight.shape[0] != 1 or hh.flips is not None or torch.compiler.is_compiling() or transformed():
+
+def usable(ih: Mapped, hh: Mapped, x: Tensor, state: tuple[Tensor, ...]) -> bool:
+    """Whether the written-out passes apply: one W and one U for all rows, plain tensors of one type."""
+    if torch.compiler.is_compiling() or transformed() or torch.is_autocast_enabled(x.device.type):
         return False
-    own = [inputs, *state, hh.weight, *[t for t in (hh.inner, hh.outer) if t is not None]]
-    return all([t.dtype == inputs.dtype for t in own]) and not torch.is_autocast_enabled(inputs.device.type)
+    if any([one.weight.shape[0] != 1 or one.flips is not None for one in (ih, hh)]):
+        return False
+    given = [*state, *[t for one in (ih, hh) for t in (one.weight, one.inner, one.outer) if t is not None]]
+    return all([t.dtype == x.dtype for t in given])
 
 
-def run(
-    inputs: Tensor, h: Tensor, c: Tensor, hh: Mapped, reverse: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Outputs [T, R, H] and the last h and c, from the inputs of all gates [T, R, 4H]."""
-    weight = hh.weight.squeeze(0)
-    out, last = _Unrolled.apply(inputs, h, c, weight, hh.inner, hh.outer, reverse)  # type: ignore[no-untyped-call]
+def run(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, reverse: bool) -> Pair:
+    """Outputs [T, R, H] and the last h and c for x [T, R, in]."""
+    offsets = [t for t in (ih.offset(x.shape[1]), hh.offset(x.shape[1])) if t is not None]
+    offset = None if not offsets else offsets[0] if len(offsets) == 1 else offsets[0] + offsets[1]
+    given = (
+        x,
+        h,
+        c,
+        ih.weight.squeeze(0),
+        hh.weight.squeeze(0),
+        ih.inner,
+        ih.outer,
+        hh.inner,
+        hh.outer,
+        offset,
+    )
+    out, last = _Unrolled.apply(*given, reverse)  # type: ignore[no-untyped-call]
     return out, (out[0 if reverse else -1], last)
 
 
-def _order(steps: int, reverse: bool) -> range:
-    return range(steps - 1, -1, -1) if reverse else range(steps)
+@dataclass
+class _Plan:
+    """Steps in their order, in blocks."""
+
+    steps: int
+    rows: int
+    size: int
+    reverse: bool
+
+    def blocks(self) -> Iterator[range]:
+        """Neighbouring steps, in the order in which they are run."""
+        length = max(1, _BLOCK // (self.rows * 4 * self.size))
+        starts = range(0, self.steps, length)
+        for start in reversed(starts) if self.reverse else starts:
+            block = range(start, min(start + length, self.steps))
+            yield block[::-1] if self.reverse else block
+
+    def before(self, step: int) -> int | None:
+        """The step run before this one, None for the first."""
+        at = step + 1 if self.reverse else step - 1
+        return at if 0 <= at < self.steps else None
+
+
+def _slice(block: range) -> slice:
+    return slice(min(block), max(block) + 1)
 
 
 class _Unrolled(torch.autograd.Function):
-    """Kept are the gates after their nonlinearities, the cells, U (s ∘ h) and s ∘ h of every step."""
+    """Kept are W (s ∘ x), U (s' ∘ h), the gates after their nonlinearities, the cells and the outputs."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        h: Tensor,
-        c: Tensor,
-        weight: Tensor,
-        s: Tensor | None,
-        r: Tensor | None,
-        reverse: bool,
-    ) -> tuple[Tensor, Tensor]:
-        (steps, rows), size = x.shape[:2], h.shape[1]
+        ctx: Any, x: Tensor, h: Tensor, c: Tensor, w: Tensor, u: Tensor, s_in: Tensor | None, r_in: Tensor | None,
+        s: Tensor | None, r: Tensor | None, offset: Tensor | None, reverse: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        plan = _Plan(x.shape[0], x.shape[1], h.shape[1], reverse)
         kept = any(ctx.needs_input_grad)
-        many = steps if kept else 1
-        gates, cells = x.new_empty(many, rows, 4 * size), x.new_empty(many, rows, size)
-        products = x.new_empty(many if r is not None else 1, rows, 4 * size)
-        states = x.new_empty(many if s is not None else 0, rows, size)
-        out, wave = x.new_empty(steps, rows, size), torch.empty_like(h)
-        turned = weight.t()
-        before_h, before_c = h, c
-        for t in _order(steps, reverse):
-            z, own, product = (buffer[t if len(buffer) > 1 else 0] for buffer in (gates, cells, products))
-            state = before_h if s is None else torch.mul(before_h, s, out=states[t if kept else 0])
-            torch.mm(state, turned, out=product)
-            if r is None:
-                torch.add(x[t], product, out=z)
-            else:
-                torch.addcmul(x[t], product, r, out=z)
-            z[:, : 2 * size].sigmoid_()
-            z[:, 2 * size : 3 * size].tanh_()
-            z[:, 3 * size :].sigmoid_()
-            i, f, g, o = z.chunk(4, 1)
-            torch.mul(f, before_c, out=own)
-            own.addcmul_(i, g)
-            torch.tanh(own, out=wave)
-            torch.mul(o, wave, out=out[t])
-            before_h, before_c = out[t], own
-        ctx.reverse = reverse
+        out = x.new_empty(plan.steps, plan.rows, plan.size)
+        many = plan.steps if kept else 1
+        gates, cells = x.new_empty(many, plan.rows, 4 * plan.size), x.new_empty(many, plan.rows, plan.size)
+        products = x.new_empty(many if r is not None else 1, plan.rows, 4 * plan.size)
+        inputs = x.new_empty(plan.steps if kept else 0, plan.rows, 4 * plan.size)
+        wave, scaled, turned = torch.empty_like(h), torch.empty_like(h), u.t()
+        last_h, last_c = h, c
+        for block in plan.blocks():
+            made = _projected(x, _slice(block), w, s_in, inputs if kept else None)
+            for t in block:
+                z, own, product = (buffer[t if len(buffer) > 1 else 0] for buffer in (gates, cells, products))
+                torch.mm(last_h if s is None else torch.mul(last_h, s, out=scaled), turned, out=product)
+                _joined(z, made[t - min(block)], r_in, product, r, offset)
+                _gated(z, own, last_c, wave, out[t])
+                last_h, last_c = out[t], own
+        ctx.plan = plan
         if kept:
-            ctx.save_for_backward(gates, cells, products, states, out, h, c, weight, s, r)
-        return out, before_c.clone()
+            ctx.save_for_backward(
+                inputs, products, gates, cells, out, x, h, c, w, u, s_in, r_in, s, r, offset
+            )
+        return out, last_c.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_c: Tensor) -> tuple[Tensor | None, ...]:
-        gates, cells, products, states, out, h, c, weight, s, r = ctx.saved_tensors
-        order = _order(len(out), ctx.reverse)
-        grad = torch.empty_like(gates)  # of z
-        scaled = grad if r is None else torch.empty_like(gates)  # r ∘ it
-        of_s, of_r = (None if factor is None else torch.zeros_like(factor) for factor in (s, r))
+        inputs, products, gates, cells, out, x, h, c, w, u, s_in, r_in, s, r, offset = ctx.saved_tensors
+        plan, needs = ctx.plan, ctx.needs_input_grad
+        of_x = torch.empty_like(x) if needs[0] else None
+        of_w, of_u = torch.zeros_like(w), torch.zeros_like(u)
+        of_s_in, of_r_in, of_s, of_r = (
+            None if t is None else torch.zeros_like(t) for t in (s_in, r_in, s, r)
+        )
+        of_rows = None if offset is None else h.new_zeros(plan.rows, 4 * plan.size)
         down, carry = torch.zeros_like(h), grad_c.clone()
         room = [torch.empty_like(h) for _ in range(3)]
-        for t in reversed(order):
-            at = t + 1 if ctx.reverse else t - 1
-            first = t == order[0]
-            torch.add(grad_out[t], down, out=room[2])
-            _step_back(
-                gates[t], cells[t], c if first else cells[at], room[2], carry, grad[t], room[0], room[1]
+        blocks = list(plan.blocks())
+        longest = max(map(len, blocks))
+        grad = h.new_empty(longest, plan.rows, 4 * plan.size)  # of z
+        inner, outer = torch.empty_like(grad), grad if r is None else torch.empty_like(grad)
+        states = h.new_empty(longest, plan.rows, plan.size)
+        for block in reversed(blocks):
+            first = min(block)
+            for t in reversed(block):
+                at = plan.before(t)
+                made, previous = grad[t - first], h if at is None else out[at]
+                torch.add(grad_out[t], down, out=room[2])
+                _step_back(gates[t], cells[t], c if at is None else cells[at], room[2], carry, made, room)
+                if of_rows is not None:
+                    of_rows.add_(made)
+                own = made
+                if of_r is not None:
+                    of_r.addcmul_(made, products[t])
+                    own = torch.mul(made, r, out=outer[t - first])
+                if of_r_in is not None:
+                    of_r_in.addcmul_(made, inputs[t])
+                    torch.mul(made, r_in, out=inner[t - first])
+                torch.mm(own, u, out=down)
+                if of_s is None:
+                    states[t - first].copy_(previous)
+                else:
+                    of_s.addcmul_(down, previous)
+                    torch.mul(previous, s, out=states[t - first])
+                    down.mul_(s)
+            count = len(block)
+            of_u.addmm_(outer[:count].flatten(0, 1).t(), states[:count].flatten(0, 1))
+            sided = (grad if r_in is None else inner)[:count]
+            _input_back(
+                sided, x[_slice(block)], w, s_in, of_w, of_s_in, None if of_x is None else of_x[_slice(block)]
             )
-            own = grad[t]
-            if of_r is not None:
-                of_r.addcmul_(own, products[t])
-                own = torch.mul(own, r, out=scaled[t])
-            torch.mm(own, weight, out=down)
-            if of_s is not None:
-                of_s.addcmul_(down, h if first else out[at])
-                down.mul_(s)
-        of_weight = None
-        if ctx.needs_input_grad[3]:
-            if s is None:
-                before = h.unsqueeze(0)
-                states = torch.cat((out[1:], before) if ctx.reverse else (before, out[:-1]))
-            of_weight = scaled.flatten(0, 1).t() @ states.flatten(0, 1)
-        return grad, down, carry, of_weight, of_s, of_r, None
+        if of_rows is not None and offset.shape[0] == 1:
+            of_rows = of_rows.sum(0, keepdim=True)
+        return of_x, down, carry, of_w, of_u, of_s_in, of_r_in, of_s, of_r, of_rows, None
+
+
+def _projected(x: Tensor, where: slice, w: Tensor, s: Tensor | None, room: Tensor | None) -> Tensor:
+    """W (s ∘ x) of a block of steps, in its place in ``room`` if there is one."""
+    block = x[where] if s is None else x[where] * s
+    made = None if room is None else room[where].flatten(0, 1)
+    flat = torch.mm(block.reshape(-1, block.shape[-1]), w.t(), out=made)
+    return flat.view(len(block), x.shape[1], -1)
+
+
+def _joined(
+    z: Tensor, x: Tensor, r_in: Tensor | None, product: Tensor, r: Tensor | None, offset: Tensor | None
+) -> None:
+    """z = r_in ∘ x + r ∘ product + offset."""
+    if r_in is None:
+        torch.add(x, product, out=z) if r is None else torch.addcmul(x, product, r, out=z)
+        if offset is not None:
+            z.add_(offset)
+        return
+    if offset is None:
+        torch.mul(x, r_in, out=z)
+    else:
+        torch.addcmul(offset, x, r_in, out=z)
+    z.add_(product) if r is None else z.addcmul_(product, r)
+
+
+def _gated(z: Tensor, cell: Tensor, last_c: Tensor, wave: Tensor, out: Tensor) -> None:
+    """i, f, g, o in the place of z; c' = f c + i g and h' = o tanh(c')."""
+    size = cell.shape[1]
+    z[:, : 2 * size].sigmoid_()
+    z[:, 2 * size : 3 * size].tanh_()
+    z[:, 3 * size :].sigmoid_()
+    i, f, g, o = z.chunk(4, 1)
+    torch.mul(f, last_c, out=cell)
+    cell.addcmul_(i, g)
+    torch.tanh(cell, out=wave)
+    torch.mul(o, wave, out=out)
 
 
 def _step_back(
-    z: Tensor,
-    cell: Tensor,
-    previous: Tensor,
-    grad: Tensor,
-    carry: Tensor,
-    made: Tensor,
-    wave: Tensor,
-    slope: Tensor,
+    z: Tensor, cell: Tensor, previous: Tensor, grad: Tensor, carry: Tensor, made: Tensor, room: list[Tensor]
 ) -> None:
     """One step: gradients of h' and c' (in ``carry``) to those of z (in ``made``) and c (in ``carry``)."""
     i, f, g, o = z.chunk(4, 1)
     of_i, of_f, of_g, of_o = made.chunk(4, 1)
+    wave, slope = room[:2]
     torch.tanh(cell, out=wave)
     torch.mul(grad, wave, out=of_o)
     torch.mul(wave, wave, out=slope)
@@ -142,4 +219,26 @@ def _step_back(
         torch.mul(own, gate, out=slope)
         torch.addcmul(slope, slope, gate, value=-1, out=own)  # σ (1 − σ)
     torch.mul(g, g, out=slope)
-    of_g.addcmul_(of_g, slope, value=-1)
+    torch.mul(of_g, slope, out=slope)
+    of_g.sub_(slope)
+
+
+def _input_back(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    s: Tensor | None,
+    of_w: Tensor,
+    of_s: Tensor | None,
+    of_x: Tensor | None,
+) -> None:
+    """Gradients of a block's inputs, of W and of s, from that of W (s ∘ x)."""
+    flat = grad.flatten(0, 1)
+    of_w.addmm_(flat.t(), (x if s is None else x * s).reshape(-1, x.shape[-1]))
+    if of_x is None and of_s is None:
+        return
+    back = (flat @ w).view_as(x)
+    if of_s is not None:
+        of_s += (back * x).sum(0)
+    if of_x is not None:
+        torch.mul(back, s, out=of_x) if s is not None else of_x.copy_(back)

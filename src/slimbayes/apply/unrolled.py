@@ -58,12 +58,12 @@ def unroll(
 
     ``hr`` projects the state of an LSTM. Where ``mask`` [T, R, 1] is False a sequence has ended, or not begun.
     """
+    if mode == "LSTM" and hr is None and mask is None and lstm.usable(ih, hh, x, state):
+        return lstm.run(x, state[0], state[1], ih, hh, reverse)
     inputs = ih(x)
     offset = None if mode == "GRU" else hh.offset(x.shape[1])
     if offset is not None:
         inputs = inputs + offset
-    if mode == "LSTM" and hr is None and mask is None and lstm.usable(hh, inputs, state):
-        return lstm.run(inputs, state[0], state[1], hh, reverse)
     product = hh if mode == "GRU" else hh.product
     step, outputs = STEPS[mode], []
     each = list(inputs.unbind(0))

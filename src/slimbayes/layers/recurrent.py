@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -53,9 +54,11 @@ class _Recurrent(Several):
     def flatten_parameters(self) -> None:
         """Nothing: every draw has weights of its own."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """The outputs and the last states, in the forms of torch's own layer."""
+        """The outputs and the last states, in the forms of torch's own layer; no compiler looks inside."""
+        return (_untraced if torch.compiler.is_compiling() else _Recurrent._forward)(self, input, hx)
+
+    def _forward(self, input: Any, hx: Any) -> Any:
         given = None if hx is None else (tuple(hx) if self.mode == "LSTM" else (hx,))
         if isinstance(input, PackedSequence):
             packed, states = self._run_packed(input, given)
@@ -233,6 +236,11 @@ class _Recurrent(Several):
             return x
         rows = x.transpose(0, 1)
         return dropped(rows, frame, f"{self.source}.between_l{layer}", self.dropout, None).transpose(0, 1)
+
+
+@_disable_dynamo  # torch.compiler.disable would import the compiler here and now
+def _untraced(layer: _Recurrent, input: Any, hx: Any) -> Any:
+    return layer._forward(input, hx)
 
 
 def _apart(value: Tensor, groups: int) -> Sequence[Tensor]:

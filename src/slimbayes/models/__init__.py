@@ -5,6 +5,7 @@ from .lenet import LeNet
 from .mlp import MLP, DeepMLP, RegressionNet
 from .pyramidnet import PyramidNet
 from .resnet import ResNet, resnet18, resnet50
+from .text import TextLSTM
 from .tfp_resnet import TFPResNet
 from .vit import VisionTransformer
 from .wrn import WideResNet, wrn28_10
@@ -19,6 +20,7 @@ __all__ = [
     "RegressionNet",
     "ResNet",
     "TFPResNet",
+    "TextLSTM",
     "VisionTransformer",
     "WideResNet",
     "build",

@@ -25,7 +25,16 @@ METHODS = {
         patch=tuple(kind for kind, _ in (*LAYERS.values(), *CELLS.values())), init_noise=0.5
     ),
 }
-EVERY = {**METHODS, "dropout": lambda: sb.MCDropout(rate=0.3)}
+VARIANTS = {
+    "only_inputs": lambda: sb.Rank1(components=2, factors="input", dropout_rate=0.1),
+    "only_outputs": lambda: sb.Rank1(components=2, factors="output", dropout_rate=0.1),
+    "random_inputs": lambda: sb.Rank1(components=2, random="input", dropout_rate=0.1),
+    "lognormal": lambda: sb.Rank1(components=2, posterior="lognormal", dropout_rate=0.1, kl_reduction="mean"),
+    "additive_output": lambda: sb.Rank1(
+        components=2, perturbation="additive", factors="output", dropout_rate=0.1
+    ),
+}
+EVERY = {**METHODS, **VARIANTS, "dropout": lambda: sb.MCDropout(rate=0.3)}
 
 
 def convert(net, method):
@@ -69,7 +78,7 @@ def in_pieces(model, given, **options):
 
 
 @pytest.mark.parametrize("noise", ["example", "shared", "mean"])
-@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize("method", [*METHODS, "dropout"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_with_a_seed_pieces_have_the_draws_of_the_whole(method, noise, packed):
     model = convert(
@@ -99,9 +108,11 @@ def test_predictions_are_those_of_draws(method):
         torch.testing.assert_close(found, draws.mean(0), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "emp"])
+PAIRS = [(m, net) for m in METHODS if m != "emp" for net in ("lstm", "gru", "cell")]
+
+
+@pytest.mark.parametrize(("method", "net"), [*PAIRS, *[(m, "lstm") for m in VARIANTS]])
 @pytest.mark.parametrize("noise", ["example", "shared"])
-@pytest.mark.parametrize("net", ["lstm", "gru", "cell"])
 def test_gradients_by_finite_differences(method, noise, net):
     """Several samples before one backward pass."""
     made = Looped("lstm") if net == "cell" else Sequences(net, num_layers=2, batch_first=True)
@@ -242,6 +253,19 @@ def test_long_sequences_with_heavy_tails():
         assert torch.isfinite(loss)
         assert all(torch.isfinite(p.grad).all() for p in model.parameters())
         optimizer.step()
+
+
+def test_one_component_per_step():
+    """A training step of one component is that component's part of a step of all."""
+    torch.manual_seed(0)
+    net = Sequences(batch_first=True, num_layers=2).double()
+    model = sb.bayesianize(net, sb.Rank1(components=3, components_per_step=1, dropout_rate=0.1))
+    x = inputs()
+    for noise in ("example", "shared", "mean"):
+        whole = sb.draw(model.eval(), x, seed=4, noise=noise)
+        part = sb.draw(model.train(), x, seed=4, noise=noise)
+        assert part.shape[0] == 1
+        assert any(torch.allclose(part[0], own, rtol=1e-9) for own in whole)
 
 
 def test_copies_keep_their_own_noise():

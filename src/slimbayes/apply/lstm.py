@@ -32,8 +32,11 @@ def usable(ih: Mapped, hh: Mapped, x: Tensor, state: tuple[Tensor, ...]) -> bool
 
 
 def run(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, reverse: bool) -> Pair:
-    """Outputs [T, R, H] and the last h and c for x [T, R, in]."""
-    offsets = [t for t in (ih.offset(x.shape[1]), hh.offset(x.shape[1])) if t is not None]
+    """Outputs [T, R, H] and the last h and c for x [T, R, in].
+
+    Without gradients x may have the rows of one draw, which stand for all.
+    """
+    offsets = [t for t in (ih.offset(len(h)), hh.offset(len(h))) if t is not None]
     offset = None if not offsets else offsets[0] if len(offsets) == 1 else offsets[0] + offsets[1]
     given = (
         x,
@@ -86,7 +89,7 @@ class _Unrolled(torch.autograd.Function):
         ctx: Any, x: Tensor, h: Tensor, c: Tensor, w: Tensor, u: Tensor, s_in: Tensor | None, r_in: Tensor | None,
         s: Tensor | None, r: Tensor | None, offset: Tensor | None, reverse: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        plan = _Plan(x.shape[0], x.shape[1], h.shape[1], reverse)
+        plan = _Plan(x.shape[0], h.shape[0], h.shape[1], reverse)
         kept = any(ctx.needs_input_grad)
         out = x.new_empty(plan.steps, plan.rows, plan.size)
         many = plan.steps if kept else 1
@@ -164,10 +167,14 @@ class _Unrolled(torch.autograd.Function):
 
 def _projected(x: Tensor, where: slice, w: Tensor, s: Tensor | None, room: Tensor | None) -> Tensor:
     """W (s ∘ x) of a block of steps, in its place in ``room`` if there is one."""
-    block = x[where] if s is None else x[where] * s
+    block = x[where]
+    if s is not None and len(s) > x.shape[1]:  # the rows of one draw, with the factors of all
+        block = (block.unsqueeze(1) * s.unflatten(0, (-1, x.shape[1]))).flatten(1, 2)
+    elif s is not None:
+        block = block * s
     made = None if room is None else room[where].flatten(0, 1)
     flat = torch.mm(block.reshape(-1, block.shape[-1]), w.t(), out=made)
-    return flat.view(len(block), x.shape[1], -1)
+    return flat.view(len(block), -1, w.shape[0])
 
 
 def _joined(

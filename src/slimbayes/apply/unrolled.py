@@ -56,10 +56,15 @@ def unroll(
 ) -> tuple[Tensor, State]:
     """One layer in one direction: outputs [T, R, H] and the last state, for x [T, R, in].
 
-    ``hr`` projects the state of an LSTM. Where ``mask`` [T, R, 1] is False a sequence has ended, or not begun.
+    x may have the rows of one draw where the state has those of all. ``hr`` projects the state of an LSTM. Where
+    ``mask`` [T, R, 1] is False a sequence has ended, or not begun.
     """
-    if mode == "LSTM" and hr is None and mask is None and lstm.usable(ih, hh, x, state):
+    whole = len(state[0]) == x.shape[1]
+    fits = whole or (ih.inner is not None and not torch.is_grad_enabled())
+    if mode == "LSTM" and hr is None and mask is None and fits and lstm.usable(ih, hh, x, state):
         return lstm.run(x, state[0], state[1], ih, hh, reverse)
+    if not whole:
+        x = torch.cat([x] * (len(state[0]) // x.shape[1]), 1)
     inputs = ih(x)
     offset = None if mode == "GRU" else hh.offset(x.shape[1])
     if offset is not None:

@@ -97,14 +97,17 @@ class _Recurrent(Several):
         return tuple([x.new_zeros(count, rows, size) for size in sizes])
 
     def _run(self, x: Tensor, states: State | None) -> tuple[Tensor, State]:
-        frame = self._frame(x.shape[1])
+        rows = x.shape[1]
+        frame = self._frame(rows)
         maps = self._mapped(frame)
         plain = self._by_group(maps, frame)
         groups = max([one.groups for one in maps.values()])
         if not frame.tiled and not (plain and groups == frame.draws):
-            x, states = repeat_axis((x, states), 1, frame.draws)
+            if plain or any([one.before is not None for one in maps.values()]):
+                x = repeat_axis(x, 1, frame.draws)
+            states = repeat_axis(self._zeros(x, rows) if states is None else states, 1, frame.draws)
             frame.tiled = True
-        states = self._zeros(x, x.shape[1]) if states is None else states
+        states = self._zeros(x, rows) if states is None else states
         if not plain:
             return self._by_layer(x, states, maps, frame, None)
         if not frame.tiled:  # every group has the same rows

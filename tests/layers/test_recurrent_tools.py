@@ -146,7 +146,7 @@ def test_tied_layers_share_one_posterior():
 @pytest.mark.parametrize("noise", ["example", "shared", "mean"])
 def test_late_tiling_has_the_same_draws(method, noise):
     model = converted(method, num_layers=2).eval()
-    with torch.no_grad():
+    with torch.no_grad(), sb.fast_paths(late=True):
         late = sb.draw(model, words(6), samples=3, seed=1, noise=noise)
         plans = [plan for plan in find_record(model).late.values() if plan is not None]
         with sb.fast_paths(late=False):

@@ -36,22 +36,38 @@ def run(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, reverse: bool) 
 
     Without gradients x may have the rows of one draw, which stand for all.
     """
+    out, last = _Unrolled.apply(x, h, c, *_given(h, ih, hh), reverse, False)  # type: ignore[no-untyped-call]
+    return out, (out[0 if reverse else -1], last)
+
+
+def run_padded(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, mask: Tensor, reverse: bool) -> Pair:
+    """The same for sequences of several lengths, True in ``mask`` [T, R, 1]: outputs are 0 where they have ended.
+
+    What a sequence does after its end has no influence on what it did before: its last state is looked up where it
+    ended, and one that is read backwards is turned round first.
+    """
+    lengths = mask.sum(0, keepdim=True)  # [1, R, 1]
+    x = _turned(x, lengths) if reverse else x
+    out, cells = _Unrolled.apply(x, h, c, *_given(h, ih, hh), False, True)  # type: ignore[no-untyped-call]
+    ends = (lengths - 1).expand(1, *h.shape)
+    last_h, last_c = (states.gather(0, ends).squeeze(0) for states in (out, cells))
+    out = out * mask
+    return _turned(out, lengths) if reverse else out, (last_h, last_c)
+
+
+def _given(h: Tensor, ih: Mapped, hh: Mapped) -> tuple[Tensor | None, ...]:
+    """W, U, the four factors and what is added, for rows like h."""
     offsets = [t for t in (ih.offset(len(h)), hh.offset(len(h))) if t is not None]
     offset = None if not offsets else offsets[0] if len(offsets) == 1 else offsets[0] + offsets[1]
-    given = (
-        x,
-        h,
-        c,
-        ih.weight.squeeze(0),
-        hh.weight.squeeze(0),
-        ih.inner,
-        ih.outer,
-        hh.inner,
-        hh.outer,
-        offset,
-    )
-    out, last = _Unrolled.apply(*given, reverse)  # type: ignore[no-untyped-call]
-    return out, (out[0 if reverse else -1], last)
+    weights = ih.weight.squeeze(0), hh.weight.squeeze(0)
+    return *weights, ih.inner, ih.outer, hh.inner, hh.outer, offset
+
+
+def _turned(x: Tensor, lengths: Tensor) -> Tensor:
+    """Every sequence of x [T, R, ·] backwards within its length."""
+    steps = torch.arange(len(x), device=x.device).view(-1, 1, 1)
+    places = torch.where(steps < lengths, lengths - 1 - steps, steps)
+    return x.gather(0, places.expand_as(x))
 
 
 @dataclass
@@ -82,18 +98,22 @@ def _slice(block: range) -> slice:
 
 
 class _Unrolled(torch.autograd.Function):
-    """Kept are W (s ∘ x), U (s' ∘ h), the gates after their nonlinearities, the cells and the outputs."""
+    """Outputs, and the last cell or with ``every`` all.
+
+    Kept are W (s ∘ x), U (s' ∘ h), the gates after their nonlinearities, the cells and the outputs.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, h: Tensor, c: Tensor, w: Tensor, u: Tensor, s_in: Tensor | None, r_in: Tensor | None,
-        s: Tensor | None, r: Tensor | None, offset: Tensor | None, reverse: bool,
+        s: Tensor | None, r: Tensor | None, offset: Tensor | None, reverse: bool, every: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         plan = _Plan(x.shape[0], h.shape[0], h.shape[1], reverse)
         kept = any(ctx.needs_input_grad)
         out = x.new_empty(plan.steps, plan.rows, plan.size)
         many = plan.steps if kept else 1
-        gates, cells = x.new_empty(many, plan.rows, 4 * plan.size), x.new_empty(many, plan.rows, plan.size)
+        gates = x.new_empty(many, plan.rows, 4 * plan.size)
+        cells = x.new_empty(plan.steps if every else many, plan.rows, plan.size)
         products = x.new_empty(many if r is not None else 1, plan.rows, 4 * plan.size)
         inputs = x.new_empty(plan.steps if kept else 0, plan.rows, 4 * plan.size)
         wave, scaled, turned = torch.empty_like(h), torch.empty_like(h), u.t()
@@ -106,12 +126,12 @@ class _Unrolled(torch.autograd.Function):
                 _joined(z, made[t - min(block)], r_in, product, r, offset)
                 _gated(z, own, last_c, wave, out[t])
                 last_h, last_c = out[t], own
-        ctx.plan = plan
+        ctx.plan, ctx.every = plan, every
         if kept:
             ctx.save_for_backward(
                 inputs, products, gates, cells, out, x, h, c, w, u, s_in, r_in, s, r, offset
             )
-        return out, last_c.clone()
+        return out, cells if every else last_c.clone()
 
     @staticmethod
     @once_differentiable
@@ -124,7 +144,7 @@ class _Unrolled(torch.autograd.Function):
             None if t is None else torch.zeros_like(t) for t in (s_in, r_in, s, r)
         )
         of_rows = None if offset is None else h.new_zeros(plan.rows, 4 * plan.size)
-        down, carry = torch.zeros_like(h), grad_c.clone()
+        down, carry = torch.zeros_like(h), torch.zeros_like(c) if ctx.every else grad_c.clone()
         room = [torch.empty_like(h) for _ in range(3)]
         blocks = list(plan.blocks())
         longest = max(map(len, blocks))
@@ -137,6 +157,8 @@ class _Unrolled(torch.autograd.Function):
                 at = plan.before(t)
                 made, previous = grad[t - first], h if at is None else out[at]
                 torch.add(grad_out[t], down, out=room[2])
+                if ctx.every:
+                    carry.add_(grad_c[t])
                 _step_back(gates[t], cells[t], c if at is None else cells[at], room[2], carry, made, room)
                 if of_rows is not None:
                     of_rows.add_(made)
@@ -162,7 +184,7 @@ class _Unrolled(torch.autograd.Function):
             )
         if of_rows is not None and offset.shape[0] == 1:
             of_rows = of_rows.sum(0, keepdim=True)
-        return of_x, down, carry, of_w, of_u, of_s_in, of_r_in, of_s, of_r, of_rows, None
+        return of_x, down, carry, of_w, of_u, of_s_in, of_r_in, of_s, of_r, of_rows, None, None
 
 
 def _projected(x: Tensor, where: slice, w: Tensor, s: Tensor | None, room: Tensor | None) -> Tensor:

@@ -61,8 +61,10 @@ def unroll(
     """
     whole = len(state[0]) == x.shape[1]
     fits = whole or (ih.inner is not None and not torch.is_grad_enabled())
-    if mode == "LSTM" and hr is None and mask is None and fits and lstm.usable(ih, hh, x, state):
-        return lstm.run(x, state[0], state[1], ih, hh, reverse)
+    if mode == "LSTM" and hr is None and fits and lstm.usable(ih, hh, x, state):
+        if mask is None:
+            return lstm.run(x, state[0], state[1], ih, hh, reverse)
+        return lstm.run_padded(x, state[0], state[1], ih, hh, mask, reverse)
     if not whole:
         x = torch.cat([x] * (len(state[0]) // x.shape[1]), 1)
     inputs = ih(x)

@@ -169,7 +169,8 @@ class _Recurrent(Several):
         self, x: Tensor, states: State, flat: list[Tensor], sizes: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """torch's kernel on all layers with these weights; ``sizes`` of packed sequences."""
-        hx = states if self.mode == "LSTM" else states[0]
+        whole = tuple([state.contiguous() for state in states])  # as cuDNN wants them
+        hx = whole if self.mode == "LSTM" else whole[0]
         biased = len(flat) > (2 + (self.proj_size > 0)) * len(self._ends())
         own = 0.0 if self._drops() else self.dropout
         options = (hx, flat, biased, self.num_layers, own, self.training, self.bidirectional)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.uncounted
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = (
-    "classification", "fit", "mixed_rules", "own_data", "regression", "reproduce_table", "transformer",
+    "classification", "fit", "mixed_rules", "own_data", "regression", "reproduce_table", "sequences", "transformer",
 )  # fmt: skip
 
 
@@ -49,6 +49,13 @@ def test_regression(capsys):
     assert 0.29 < result["noise"] < 0.36  # the truth is 0.3
     assert result["outside"] > 5 * result["inside"]
     assert f"{100 * result['coverage']:.1f} % of new points" in capsys.readouterr().out
+
+
+def test_sequences(capsys):
+    result = example("sequences").main(steps=150)
+    assert result["accuracy"] > 0.9
+    assert result["close"] > 2 * result["clear"]
+    assert f"accuracy {result['accuracy']:.3f}" in capsys.readouterr().out
 
 
 def test_transformer(capsys):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.apply.sampled import SampledRule
 from slimbayes.layers.base import Converted
+from slimbayes.layers.several import Kernel
 from slimbayes.methods.base import check_count, check_positive
 from slimbayes.posteriors import EPSILON, KTiedPosterior, NormalPosterior, Posterior
 from slimbayes.record import ATTRIBUTE, converted_layers, find_record, unwrap
@@ -241,7 +242,7 @@ def _oriented(layer: Converted, tensor: Tensor) -> Tensor:
         matrix = tensor.movedim(1, -1).flatten(1)  # [i, o, h, w] -> [i, h·w·o]
     elif tensor.dim() > 3 or isinstance(layer, nn.Conv1d):
         matrix = tensor.movedim((0, 1), (-1, -2)).flatten(0, -2)  # [o, i, h, w] -> [h·w·i, o]
-    elif isinstance(layer, nn.Linear | nn.Bilinear):
+    elif isinstance(layer, nn.Linear | nn.Bilinear | Kernel):
         matrix = tensor.movedim(0, -1).flatten(0, -2)  # [o, i] -> [i, o]
     else:
         matrix = tensor  # transformers' Conv1D and tables of embeddings: [i, o]

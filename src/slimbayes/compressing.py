@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from slimbayes.analysis import flat_stddev, root_of, rule_of, stddev_of, stored, tied_names
 from slimbayes.layers.base import Converted
+from slimbayes.layers.several import Kernel
 from slimbayes.methods import KTied, MeanField
 from slimbayes.methods.base import check_count
 from slimbayes.posteriors import KTiedPosterior, NormalPosterior
@@ -69,7 +70,7 @@ def compress(
         if old.maximum is not None and largest > 1.01 * old.maximum:
             over.append(f"{name!r} ({largest:.3g} over {old.maximum:.3g})")
         _uncap(rule.bias)
-    _retell(root, names, rank)
+    _retell(root, [layer_name(name, layers[name]) for name in names], rank)
     if over:
         warnings.warn(
             f"k-tied layers have no stddev_max, and the largest σ is now above the cap in {', '.join(over)}; "
@@ -83,8 +84,10 @@ def _compressible(model: nn.Module, include: Selection | None, exclude: Selectio
     """The names of the layers to change, each checked to have nothing that KTied lacks."""
     record = find_record(model)
     names = tied_names(model, (NormalPosterior,), include, exclude)
+    layers = dict(converted_layers(root_of(model)))
+    _check_whole(names, layers)
     for name in names:
-        method = record.methods[record.layers[name]]
+        method = record.methods[record.layers[layer_name(name, layers[name])]]
         remedy = f"leave the layer out with exclude={name!r}"
         if not isinstance(method, MeanField):
             raise TypeError(
@@ -97,6 +100,24 @@ def _compressible(model: nn.Module, include: Selection | None, exclude: Selectio
                 f"layer {name!r} has prior={method.prior!r}, and KTied needs Normal or HeNormal; {remedy}"
             )
     return names
+
+
+def _check_whole(names: list[str], layers: dict[str, Converted]) -> None:
+    """A layer with several kernels has one method, so that they change together."""
+    chosen = set(names)
+    for name in names:
+        own = layer_name(name, layers[name])
+        others = [n for n, layer in layers.items() if layer_name(n, layer) == own and n not in chosen]
+        if others:
+            raise ValueError(
+                f"the kernels of layer {own!r} change together or not at all, and {others} are not selected; name the "
+                f"layer as a whole"
+            )
+
+
+def layer_name(name: str, layer: Converted) -> str:
+    """The name under which a layer was converted; that of a kernel is its layer's."""
+    return name[: -len(layer.key)].removesuffix(".") if isinstance(layer, Kernel) else name
 
 
 def _tied_posterior(old: NormalPosterior, layer: Converted, sigma: Tensor, rank: int) -> KTiedPosterior:

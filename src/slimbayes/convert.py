@@ -13,10 +13,12 @@ from slimbayes.layers import converted_class
 from slimbayes.layers.base import Converted, expand_saved
 from slimbayes.layers.dropout import ACTIVE
 from slimbayes.layers.ensembled import Ensembled, ensemble
+from slimbayes.layers.several import Several
 from slimbayes.methods import DeepEnsemble, Method
 from slimbayes.methods.base import Shared
 from slimbayes.record import ATTRIBUTE, Record
 from slimbayes.selection import (
+    NO_CLASS,
     MethodOrRules,
     Plan,
     Selection,
@@ -82,7 +84,7 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 def _check_unconverted(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if ATTRIBUTE in module.__dict__ or isinstance(module, Converted | Ensembled):
+        if ATTRIBUTE in module.__dict__ or isinstance(module, Converted | Several | Ensembled):
             where = f"its module {name!r} is" if name else "it is"
             raise ValueError(
                 f"this {type(model).__name__} cannot be converted: {where} converted already. Convert a "
@@ -128,12 +130,13 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
         components=max((m.traits.components for m in used), default=1),
         step_components=next(iter(steps), None),
         dropouts=tuple(plan.dropouts),
+        recurrent=any(isinstance(module, nn.RNNBase) for module in modules.values()),
     )
     model.__dict__[ATTRIBUTE] = record
-    silent = [f"{name} ({kind})" for name, kind, why in plan.left_alone if why.startswith("recurrent")]
+    silent = [f"{name} ({kind})" for name, kind, why in plan.left_alone if why.endswith(NO_CLASS)]
     if silent:
         warnings.warn(
-            f"left alone: {', '.join(silent)}; recurrent and attention layers have no converted class yet",
+            f"left alone: {', '.join(silent)}; attention and derived recurrent layers have {NO_CLASS}",
             stacklevel=3,
         )
 
@@ -142,6 +145,10 @@ def _convert_layer(module: nn.Module, name: str, method: Method, shared: Shared)
     layer_class = converted_class(module)
     assert layer_class is not None
     module.__class__ = layer_class
+    if isinstance(module, Several):
+        shared.join([parameter for parameter in module._parameters.values() if parameter is not None])
+        module.attach(name or module.title, lambda kernel, own: method.attach(kernel, own, shared))
+        return
     assert isinstance(module, Converted)
     module.component_tensors = ()
     module.bayes = method.attach(module, name or layer_class.title, shared)
@@ -164,7 +171,7 @@ def _expand_alias(module: nn.Module, state_dict: dict[str, Any], prefix: str, *r
 
 def _disable_fast_paths(model: nn.Module) -> None:
     # In eval mode these two hand their children's weights to one fused kernel and never call the children.
-    changed: tuple[type[nn.Module], ...] = (Converted, Ensembled, *ACTIVE.values())
+    changed: tuple[type[nn.Module], ...] = (Converted, Several, Ensembled, *ACTIVE.values())
     for module in model.modules():
         if not any(isinstance(child, changed) for child in module.modules() if child is not module):
             continue

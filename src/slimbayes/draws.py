@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from slimbayes import fast
@@ -60,8 +61,28 @@ def draw(
     >>> sb.draw(net, torch.zeros(5, 3), samples=2).shape
     torch.Size([8, 5, 2])
     """
-    find_record(model)
+    record = find_record(model)
+    if record.recurrent and torch.compiler.is_compiling():
+        # The compiler would break off inside the draw, and not know of it where it goes on.
+        options = (samples, noise, seed, shared_inputs, first_example, first_sample)
+        return _draw_eagerly(model, inputs, named_inputs, *options)
     flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
+    return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
+
+
+@_disable_dynamo
+def _draw_eagerly(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
+    samples: int,
+    noise: str,
+    seed: int | Supply | None,
+    shared: Sequence[str | int],
+    first_example: int,
+    first_sample: int,
+) -> Any:
+    flat = flatten_inputs(model, inputs, named, shared)
     return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
 
 

@@ -110,7 +110,7 @@ def _terms(model: nn.Module, layers: list[Converted], record: Record, done: set[
     ]
     if not shared:
         return
-    converted = {id(p) for layer in layers for p in layer.parameters()}
+    converted = {id(p) for layer in layers for p in (*layer.parameters(), layer.weight, layer.bias)}
     rest = [(n, p) for n, p in unwrap(model).named_parameters() if id(p) not in converted and _trains(p)]
     for prior in shared:
         for name, parameter in rest:

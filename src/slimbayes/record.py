@@ -30,6 +30,7 @@ class Record:
     components: int
     step_components: int | None
     dropouts: tuple[str, ...]
+    recurrent: bool = False  # it holds layers that no compiler takes
     rows_checked: bool = False
     checkpointed: bool = False  # a layer ran inside activation checkpointing: nothing is sampled ahead of it
     late: dict[Any, Plan | None] = field(default_factory=dict)  # how to tile late, by signature of the inputs

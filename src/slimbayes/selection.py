@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from slimbayes.layers import UNSUPPORTED, converted_class
+from slimbayes.layers import RECURRENT, UNSUPPORTED, converted_class
 from slimbayes.layers.base import Converted, require_weight
 from slimbayes.layers.dropout import ACTIVE
+from slimbayes.layers.several import Kernel, Several
 from slimbayes.methods import DeepEnsemble, Deterministic, MCDropout, Method
 from slimbayes.methods.base import Outline
 
 EXCLUDED = "excluded"
+NO_CLASS = "no converted class yet"
 
 Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 Selection = Selector | Iterable[Selector]
@@ -74,10 +76,10 @@ def _candidates(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Mo
     for name, module in model.named_modules():
         if any(name.startswith(outer + ".") for outer in unsupported):
             continue
-        if isinstance(module, UNSUPPORTED):
-            unsupported[name] = module
-        elif converted_class(module) is not None:
+        if converted_class(module) is not None:
             known[name] = module
+        elif isinstance(module, UNSUPPORTED):
+            unsupported[name] = module
     return known, unsupported
 
 
@@ -157,7 +159,12 @@ def _first_rule(rules: list[Choice], name: str, module: nn.Module, outline: Outl
 def _refusal(method: Method, module: nn.Module) -> str | None:
     layer = converted_class(module)
     if layer is None:
-        return "recurrent and attention layers have no converted class yet"
+        kind = (
+            "attention layers have"
+            if isinstance(module, nn.MultiheadAttention)
+            else "this recurrent layer has"
+        )
+        return f"{kind} {NO_CLASS}"
     return method.refuses(layer)
 
 
@@ -166,7 +173,10 @@ def selected(selection: Selection, name: str, module: nn.Module) -> bool:
     if isinstance(selection, str):
         return re.search(selection, name) is not None
     if isinstance(selection, type):
-        return isinstance(module, selection) if isinstance(module, Converted) else type(module) is selection
+        if isinstance(module, Kernel):
+            return issubclass(module.kind, selection)
+        retyped = isinstance(module, Converted | Several)
+        return isinstance(module, selection) if retyped else type(module) is selection
     if callable(selection):
         return bool(selection(name, module))
     return any(selected(item, name, module) for item in selection)
@@ -181,6 +191,7 @@ def _plan_ensemble(
                 "DeepEnsemble makes members of the whole model, so exclude needs include: name the modules "
                 "that have members"
             )
+        _check_rows_first("", model)
         plan.wholes[""] = index
         return True
     for name, module in model.named_modules():
@@ -189,8 +200,19 @@ def _plan_ensemble(
         if next(module.parameters(), None) is None or not selected(selection, name, module):
             continue
         if exclude is None or not selected(exclude, name, module):
+            _check_rows_first(name, module)
             plan.wholes[name] = index
     return index in plan.wholes.values()
+
+
+def _check_rows_first(name: str, module: nn.Module) -> None:
+    """Members are told apart by the first axis of inputs and outputs, which a recurrent layer's states lack."""
+    if isinstance(module, nn.RNNBase):
+        raise TypeError(
+            f"DeepEnsemble cannot convert layer {name!r} of type {type(module).__name__} by itself: its states have "
+            f"the batch in their second dimension. Convert the whole network, or a module around it that takes and "
+            f"returns tensors with the batch outermost"
+        )
 
 
 def _check_exclude(exclude: Selection | None, rules: list[Choice], layers: dict[str, nn.Module]) -> None:
@@ -230,19 +252,24 @@ def check_ensemble_ties(modules: dict[str, nn.Module], plan: Plan) -> None:
                     )
 
 
+def _weights(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of a layer: one, or those of its kernels."""
+    own = module._parameters
+    names = [n for n in own if n.startswith("weight_")] if type(module) in RECURRENT else ["weight"]
+    return [weight for weight in map(own.get, names) if weight is not None]
+
+
 def follow_ties(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
     """Modules tied to a weight that becomes random share its posterior, so they are converted with it."""
     owners: dict[int, list[str]] = {}
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        weight = module._parameters.get("weight")
-        if weight is not None:
+        for weight in _weights(module):
             owners.setdefault(id(weight), []).append(name)
     for name, index in list(plan.layers.items()):
-        weight = modules[name]._parameters.get("weight")
-        if weight is None or not methods[index].traits.randomizes_weight:
+        if not methods[index].traits.randomizes_weight:
             continue
-        for other in owners[id(weight)]:
+        for other in dict.fromkeys([n for weight in _weights(modules[name]) for n in owners[id(weight)]]):
             if plan.layers.get(other) == index:
                 continue
             if other in plan.layers:

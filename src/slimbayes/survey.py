@@ -8,6 +8,7 @@ from torch import nn
 
 from slimbayes.apply.bulk import Group, find_groups, fingerprint
 from slimbayes.layers.base import Converted
+from slimbayes.layers.several import Several
 
 Layers = list[tuple[str, Converted]]
 
@@ -73,7 +74,7 @@ def modules(model: nn.Module) -> list[nn.Module]:
 
 
 def walk(model: nn.Module) -> Layers:
-    """Every converted layer with its name, each once, in the order of ``named_modules``.
+    """Every converted layer with its name, each once, in the order of ``named_modules``; of some its kernels instead.
 
     Without that generator: the compiler traces every instruction of the walk.
 
@@ -91,6 +92,9 @@ def walk(model: nn.Module) -> Layers:
         converted = isinstance(module, Converted)
         if converted:
             found.append((name, module))  # type: ignore[arg-type]
+        elif isinstance(module, Several):
+            converted = True
+            found += [(f"{name}.{kernel.key}" if name else kernel.key, kernel) for kernel in module.kernels]
         children = [
             (f"{name}.{key}" if name else key, child)
             for key, child in module._modules.items()

@@ -14,19 +14,20 @@ from torch import nn
 from slimbayes.bench import cases, measuring, worker
 from slimbayes.bench.cases import Case, build
 from slimbayes.bench.measuring import Load, interleave, peak_bytes
-from slimbayes.bench.settings import CONTENDERS, HEADS, MANY, NETWORKS, REFERENCE
+from slimbayes.bench.settings import HEADS, MANY, NETWORKS, REFERENCE
 from slimbayes.bench.worker import Job, measure
 
 CPU = torch.device("cpu")
 PAIRS = [("tiny", phase) for phase in ("train", "predict")] + [
     ("tiny-conv", phase) for phase in ("train", "predict", "small", "head", "many")
 ]
+PAIRS += [("tiny-lstm", phase) for phase in ("train", "predict")]
 
 
 @pytest.mark.parametrize("network, phase", PAIRS)
 def test_every_method_runs(network, phase, monkeypatch):
     monkeypatch.setattr(cases, "MANY_DRAWS", 3)
-    names = {"head": HEADS, "many": MANY}.get(phase, tuple(CONTENDERS))
+    names = {"head": HEADS, "many": MANY}.get(phase, NETWORKS[network].methods)
     found = measure(Job("own", network, phase, "eager", names, rounds=2, seconds=0.0))
     assert [cell["method"] for cell in found] == [REFERENCE, *names]
     for cell in found:

@@ -11,7 +11,7 @@ from helpers_cli import runner
 from slimbayes.bench import running
 from slimbayes.bench.results import BenchError, Results, read_results
 from slimbayes.bench.running import jobs, run_bench
-from slimbayes.bench.settings import CONTENDERS, PEERS, REFERENCE, BenchConfig, limit
+from slimbayes.bench.settings import CONTENDERS, PEERS, REFERENCE, SEQUENCES, BenchConfig, limit
 
 ROOT = Path(__file__).parents[2]
 TINY = BenchConfig(
@@ -130,9 +130,13 @@ def test_many_draws_are_measured_of_patches_alone():
 
 def test_everything_is_measured_by_default():
     found = list(jobs(BenchConfig(), Results("cpu")))
-    assert {job.network for job in found} == {"mlp", "lenet", "wrn-16-2", "wrn-16-4", "resnet-18"}
+    assert {job.network for job in found} == {"mlp", "lenet", "wrn-16-2", "wrn-16-4", "lstm", "resnet-18"}
     assert {job.mode for job in found} == {"eager", "compiled"}
-    assert all(set(job.contenders) == set(CONTENDERS) for job in found if job.phase != "head")
+    whole = [job for job in found if job.phase != "head" and job.network != "lstm"]
+    assert all(set(job.contenders) == set(CONTENDERS) for job in whole)
+    sequences = [job for job in found if job.network == "lstm"]
+    assert {job.mode for job in sequences} == {"eager"}  # no compiler takes them
+    assert all(set(job.contenders) == set(SEQUENCES) for job in sequences)
 
 
 @pytest.mark.parametrize(

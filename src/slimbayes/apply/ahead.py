@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import fast
-from slimbayes.apply.base import Operation
+from slimbayes.apply.base import Operation, stored
 from slimbayes.apply.indexed import IndexedRule
 from slimbayes.apply.versions import (
     FEW,
@@ -233,8 +233,9 @@ class Ahead:
         self.close()
         self.stores, self.noises, self.layers = stores, noises, layers
         watched = [m for m in members if m.way is not Way.ITSELF]  # at others the layer looks when it runs
-        self.points, self.keys = [m.points for m in watched], [m.which for m in watched]
-        self.owners = [m.op._parameters for m in watched]
+        self.points = [m.points for m in watched]
+        where = [stored(m.op, m.which) for m in watched]
+        self.owners, self.keys = [owner for owner, _ in where], [key for _, key in where]
         self.counting = [points for points in self.points if not points.is_inference()]
         self.counts = list(map(_VERSION, self.counting))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from slimbayes import distributions as d
 from slimbayes import fast
+from slimbayes.apply.mapped import Mapped
 from slimbayes.apply.rows import Combine, plain_rowwise, rowwise, scaled
 from slimbayes.context import Frame
 
@@ -21,10 +22,12 @@ __all__ = [
     "Rule",
     "Slot",
     "own_parameter",
+    "parameter_of",
     "per_draw",
     "rowwise",
     "sample",
     "scale_inputs",
+    "stored",
     "with_parameters",
 ]
 
@@ -50,6 +53,7 @@ class Operation(nn.Module, ABC):
     matrix_weight: ClassVar[bool]  # the weight has at least two axes
     is_matrix: ClassVar[bool]  # a plain matrix product, so that a k-tied variance has a thin form
     output_axis: ClassVar[int]  # channel axis of the output
+    recurrent: bool = False  # the input is the layer's own state, step after step
 
     @property
     @abstractmethod
@@ -96,6 +100,13 @@ class Rule(nn.Module, ABC):
     def covered(self, seen: set[str]) -> bool:
         """Whether the KL of all its random tensors is among those ``seen``, by their names."""
         return False
+
+    def mapped(self, op: Operation, frame: Frame) -> Mapped:
+        """The kernel's tensors in this call, for a layer that has several kernels."""
+        raise TypeError(
+            f"{type(self).__name__} has no form for layer {self.name!r}, one of several weights in a layer; write its "
+            f"mapped(op, frame), or leave the layer out"
+        )
 
     @abstractmethod
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
@@ -156,7 +167,21 @@ def scale_inputs(
 
 def own_parameter(op: Operation, which: str, tensor: Tensor) -> bool:
     """Whether a layer's tensor is what it will be when the layer runs: its own parameter, which no hook sets."""
-    return op._parameters.get(which) is tensor and not op._forward_pre_hooks
+    return parameter_of(op, which) is tensor and not op._forward_pre_hooks
+
+
+def parameter_of(op: Operation, which: str) -> Tensor | None:
+    """A layer's own parameter, or None."""
+    owner, key = stored(op, which)
+    return owner.get(key)
+
+
+def stored(op: Operation, which: str) -> tuple[dict[str, Any], str]:
+    """Where a layer's parameter is, and under which name; that of a kernel lies with the layer that has it."""
+    if "store" not in op.__dict__:
+        return op._parameters, which
+    kernel: Any = op
+    return kernel.store, kernel.names[which] or ""
 
 
 def per_draw(op: Operation, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:

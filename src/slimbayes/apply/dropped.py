@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slimbayes import context
 from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, rowwise
+from slimbayes.apply.mapped import Mapped, by_draw, by_row
 from slimbayes.context import Frame
 
 
@@ -32,6 +33,30 @@ class DroppedRule(Rule):
                 changed[slot.position] = dropped(inputs[slot.position], frame, source, self.rate, axis)
             inputs = tuple(changed)
         return op.compute(inputs, op.weight, op.bias)
+
+    def mapped(self, op: Operation, frame: Frame) -> Mapped:
+        """A mask on the channels of every kernel's input, the same at every step; or on the elements of the inputs.
+
+        Elements of the layer's own state are not dropped: their masks would add up over the steps.
+        """
+        weight, bias = op.weight.unsqueeze(0), None if op.bias is None else op.bias.unsqueeze(0)
+        if frame.noise == "mean" or self.rate == 0:
+            return Mapped(weight, bias)
+        source = f"{self.name}.mask0"
+        if not self.per_channel:
+            drop = None if op.recurrent else lambda x: dropped(x, frame, source, self.rate, None)
+            return Mapped(weight, bias, before=drop)
+        dtype = torch.promote_types(op.weight.dtype, torch.float32)
+        per_example = frame.noise == "example"
+
+        def make() -> Tensor:
+            noise = frame.noise_like("uniform", source, (op.fan_in,), dtype, weight.device, per_example)
+            return (noise >= self.rate).to(weight.dtype) / (1.0 - self.rate)
+
+        mask = frame.once(source, make)  # [K, S, B or 1, C]
+        if mask.shape[2] == 1:
+            return Mapped(op.weight * by_draw(mask).unsqueeze(1), bias)
+        return Mapped(weight, bias, inner=by_row(mask, frame))
 
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
         """No KL: a Bernoulli posterior's prior is the optimizer's weight decay."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimbayes import fast
-from slimbayes.apply.base import Operation, Rule, own_parameter
+from slimbayes.apply.base import Operation, Rule, own_parameter, parameter_of
 from slimbayes.apply.sampled import SampledRule
 from slimbayes.apply.weights import by_kernel, make_weights, sample_weights
 from slimbayes.apply.whole import compiled_weights
@@ -124,7 +124,7 @@ class Facts:
             )  # fmt: skip
             self.objects.append(rule.prior)
             for which in ("weight", "bias"):
-                mean, spread = op._parameters.get(which), rule._modules.get(which)
+                mean, spread = parameter_of(op, which), rule._modules.get(which)
                 self.objects += (mean, spread)
                 if mean is not None:
                     self.values += (mean.dtype, mean.device)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slimbayes import context
 from slimbayes import distributions as d
 from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, per_draw
+from slimbayes.apply.mapped import Mapped
 from slimbayes.context import Frame
 from slimbayes.priors import Prior
 
@@ -76,7 +77,8 @@ class Normalizing(Operation, ABC):
 class IndexedRule(Rule):
     """Weight and bias have K versions; an index per draw (or per draw and element) chooses among them.
 
-    Layers with one tied weight share its ``mixing``; ``bias_source`` names the bias, which may not be tied.
+    Layers with one tied weight share its ``mixing``, and so do the kernels of a layer that has several;
+    ``weight_source`` and ``bias_source`` name the tensors, which may be tied or not.
     ``own_statistics``: the layer is ``Normalizing``, and its statistics have K versions too.
     """
 
@@ -88,15 +90,30 @@ class IndexedRule(Rule):
         per_element: bool,
         prior: Prior | None,
         own_statistics: bool = False,
+        weight_source: str | None = None,
+        joint: bool = False,
     ) -> None:
         super().__init__()
         self.name = name
         self.mixing = mixing
-        self.weight_source = f"{mixing.name}.weight"
+        self.weight_source = weight_source or f"{mixing.name}.weight"
         self.bias_source = bias_source
         self.per_element = per_element
         self.prior = prior
         self.own_statistics = own_statistics
+        self.joint = joint  # whether weights of several sizes have the one index
+
+    def mapped(self, op: Operation, frame: Frame) -> Mapped:
+        """The versions that every draw takes."""
+        if frame.noise == "mean":
+            weight, bias = (None if t is None else self._patch(t).point() for t in (op.weight, op.bias))
+            assert weight is not None
+            return Mapped(weight.unsqueeze(0), None if bias is None else bias.unsqueeze(0))
+        chosen = frame.once(
+            f"{self.weight_source} taken", lambda: self._chosen(op.weight, self.weight_source, frame)
+        )
+        own = None if op.bias is None else self._chosen(op.bias, self.bias_source, frame)
+        return Mapped(chosen, own)
 
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:
         """The layer's output for these inputs."""
@@ -139,7 +156,7 @@ class IndexedRule(Rule):
         for source, points in ((self.weight_source, op.weight), (self.bias_source, op.bias)):
             if points is not None:
                 patch = self._patch(points)
-                if not self.per_element and source == self.weight_source:
+                if not self.per_element and source == f"{self.mixing.name}.weight":
                     patch.indices = 1  # one index serves weight and bias together
                 yield source, patch, self.prior.distribution(points), "sum"
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from slimbayes import fast
 from slimbayes.apply.base import Operation, Rule
 from slimbayes.apply.indexed import IndexedRule
+from slimbayes.apply.versions import settles
 from slimbayes.context import Draw
 from slimbayes.kernels.patches import choose_patches
 from slimbayes.noise import transformed
@@ -37,8 +38,8 @@ def prefill_patches(layers: Iterable[tuple[Rule, Operation]], draw: Draw) -> Non
     sources: set[str] = set()
     mixings: dict[str, int] = {}
     for rule, op in layers:
-        if not isinstance(rule, IndexedRule) or rule.mixing.logits is not None or rule.own_statistics:
-            continue  # statistics need the index itself
+        if not isinstance(rule, IndexedRule) or not settles(rule):
+            continue  # statistics need the index itself, and so do weights of several sizes
         group = -1 if rule.per_element else mixings.setdefault(rule.mixing.name, len(mixings))
         for source, points in ((rule.weight_source, op.weight), (rule.bias_source, op.bias)):
             if points is None or source in sources or points.numel() > _LARGEST * points.shape[0]:

@@ -21,6 +21,7 @@ from slimbayes.apply.base import (
     with_parameters,
 )
 from slimbayes.apply.factors import sample_factor
+from slimbayes.apply.mapped import Mapped, by_draw, by_row, expand_groups
 from slimbayes.context import Frame
 from slimbayes.posteriors import DeltaPosterior, Posterior
 from slimbayes.priors import Prior
@@ -126,6 +127,26 @@ class Rank1Rule(Rule):
             y = rowwise(y, r, op.output_axis, frame, torch.mul)
         return y if bias is None else rowwise(y, bias[:, None, None], op.output_axis, frame, torch.add)
 
+    def mapped(self, op: Operation, frame: Frame) -> Mapped:
+        """Factors for every row, or in the weight where all rows of a draw share them."""
+        s = None if self.s is None else self._factor(self.s, "s", frame)  # [K, S, B or 1, C]
+        r = None if self.r is None else self._factor(self.r, "r", frame)
+        bias = None if op.bias is None else frame.pick(op.bias)  # [K, C]
+        weight = op.weight.unsqueeze(0)
+        if self.additive:  # W (x + s) + r = W x + (W s + r)
+            parts = [
+                t for t in (r, None if s is None else nn.functional.linear(s, op.weight)) if t is not None
+            ]
+            shift = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+            if shift.shape[2] > 1:
+                return Mapped(weight, bias, shift=by_row(shift, frame))
+            own = by_draw(shift)
+            return Mapped(weight, own if bias is None else own + expand_groups(bias, own.shape[0]))
+        if all([f is None or f.shape[2] == 1 for f in (r, s)]):
+            return Mapped(frame.once(f"{self.name}.folded", lambda: _into(op.weight, r, s)), bias)
+        inner, outer = (None if f is None else by_row(f, frame) for f in (s, r))
+        return Mapped(weight, bias, inner, outer)
+
     def _swept(self, op: Operation, inputs: Inputs, frame: Frame) -> Tensor | None:
         """The output by CPU kernels; None where they do not do it, or other ways take less time."""
         x, (r, s) = inputs[0], (self._modules.get("r"), self._modules.get("s"))
@@ -178,6 +199,24 @@ class Rank1Rule(Rule):
     def means(self, op: Operation) -> Iterator[Tensor]:
         """None: the shared weight and the biases are point estimates under weight decay."""
         return iter(())
+
+
+def _into(weight: Tensor, r: Tensor | None, s: Tensor | None) -> Tensor:
+    """W ∘ r sᵀ [G, out, in] for factors [K, S or 1, 1, C]."""
+    factor = None
+    if r is not None:
+        factor = by_draw(r).unsqueeze(2)
+    if s is not None:
+        row = by_draw(s).unsqueeze(1)
+        factor = row if factor is None else _matched(factor, row)
+    assert factor is not None
+    return weight * factor
+
+
+def _matched(column: Tensor, row: Tensor) -> Tensor:
+    """r sᵀ [G, out, in] for r of K groups where it is a point and s of K·S, or the other way round."""
+    groups = max(len(column), len(row))
+    return expand_groups(column, groups) * expand_groups(row, groups)
 
 
 def _noisy(factor: nn.Module | None) -> bool:

@@ -12,6 +12,7 @@ from slimbayes import distributions as d
 from slimbayes.apply import fused
 from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, per_draw, rowwise, sample, scale_inputs
 from slimbayes.apply.local import add_thin_noise, local_variance, thin_factors, thin_factors_of_logs
+from slimbayes.apply.mapped import Flips, Mapped, by_row
 from slimbayes.apply.weights import by_kernel, make_weights, sample_weights
 from slimbayes.context import Frame
 from slimbayes.kernels.local import local_noise, thin_squares
@@ -76,6 +77,29 @@ class SampledRule(Rule):
                 return op.compute(inputs, single, added)
         own = self._per_draw(op, "weight", frame)
         return per_draw(op, inputs, own, None if op.bias is None else self._per_draw(op, "bias", frame))
+
+    def mapped(self, op: Operation, frame: Frame) -> Mapped:
+        """One sample per draw; under flipout the mean, with one Δ per draw and signs for every row."""
+        if frame.noise == "mean":
+            weight, bias = self._spreads(op)
+            return Mapped(weight.point().unsqueeze(0), None if bias is None else bias.point().unsqueeze(0))
+        own = None if op.bias is None else self._per_draw(op, "bias", frame)
+        if self.estimator != "flipout" or frame.noise != "example":
+            return Mapped(self._per_draw(op, "weight", frame), own)
+        delta = self._per_draw(op, "weight", frame, centred=True)
+        inner, outer = (
+            by_row(self._signs(op, which, size, frame), frame)
+            for which, size in (("signs_in", op.fan_in), ("signs_out", op.output_size))
+        )
+        return Mapped(op.weight.unsqueeze(0), own, flips=Flips(delta, inner, outer))
+
+    def _signs(self, op: Operation, which: str, channels: int, frame: Frame) -> Tensor:
+        """±1 [K, S, B, channels], one for every example of a draw."""
+        source, like = f"{self.name}.{which}", (op.weight.dtype, op.weight.device)
+        if fused.packs_signs(op.weight.device, frame):
+            shape = (frame.components, frame.samples, frame.batch, channels)
+            return frame.once(source, lambda: packed_signs(shape, *like))
+        return frame.once(source, lambda: frame.noise_like("sign", source, (channels,), *like, True))
 
     def tensor(self, op: Operation, which: str) -> tuple[Posterior | None, Tensor, str, int | None]:
         """The spread, the mean, the name and the fan-in of the layer's "weight" or "bias"."""
@@ -177,19 +201,10 @@ class SampledRule(Rule):
         if joined and self.bias is not None:
             delta_bias = self._per_draw(op, "bias", frame, centred=True)
         size = sum(slot.size for slot in op.input_slots)
-        like = (op.weight.dtype, op.weight.device)
-
-        def signs(which: str, channels: int) -> Tensor:
-            source = f"{self.name}.{which}"
-            if fused.packs_signs(op.weight.device, frame):
-                shape = (frame.components, frame.samples, frame.batch, channels)
-                return frame.once(source, lambda: packed_signs(shape, *like))
-            return frame.once(source, lambda: frame.noise_like("sign", source, (channels,), *like, True))
-
         y = op.compute(inputs, mean, op.bias if joined else None)
-        flipped = scale_inputs(op, inputs, signs("signs_in", size), frame, torch.mul)
+        flipped = scale_inputs(op, inputs, self._signs(op, "signs_in", size, frame), frame, torch.mul)
         noise = per_draw(op, flipped, delta, delta_bias)
-        y = _add_signed(y, noise, signs("signs_out", op.output_size), op.output_axis, frame)
+        y = _add_signed(y, noise, self._signs(op, "signs_out", op.output_size, frame), op.output_axis, frame)
         return y if joined else self._with_bias(op, y, frame)
 
     def _joins_bias(self, op: Operation, frame: Frame) -> bool:

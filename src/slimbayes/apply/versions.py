@@ -81,7 +81,7 @@ def way_of(rule: IndexedRule, op: Operation, one_by_one: bool) -> Way:
 
 def settles(rule: IndexedRule) -> bool:
     """Whether weight and bias are all that the layer needs to know of its index."""
-    return not rule.own_statistics and rule.mixing.logits is None
+    return not rule.own_statistics and not rule.joint and rule.mixing.logits is None
 
 
 def tensors(layers: Layers, one_by_one: bool) -> Iterator[Patched]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import fast
-from slimbayes.apply.base import Operation, Rule
+from slimbayes.apply.base import Operation, Rule, parameter_of
 from slimbayes.apply.fused import SCOPE
 from slimbayes.apply.sampled import SampledRule
 from slimbayes.context import Draw
@@ -97,5 +97,5 @@ def _plain(tensor: Tensor) -> bool:
 
 def _suits(op: Operation, which: str, mean: Tensor) -> bool:
     """Whether the tensor is the layer's own parameter, which no hook sets."""
-    own = isinstance(mean, nn.Parameter) and op._parameters.get(which) is mean
+    own = isinstance(mean, nn.Parameter) and parameter_of(op, which) is mean
     return own and len(op._forward_pre_hooks) == 0 and _plain(mean)

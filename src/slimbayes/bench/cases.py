@@ -83,7 +83,10 @@ def build(name: str, network: Network, phase: str, mode: str, device: torch.devi
 
 def inputs(network: Network, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Random inputs, channels last for images, and classes."""
-    x = torch.randn(batch, *network.shape, device=device)
+    if network.words:
+        x = torch.randint(network.words, (batch, *network.shape), device=device)
+    else:
+        x = torch.randn(batch, *network.shape, device=device)
     if x.dim() == 4:
         x = x.to(memory_format=torch.channels_last)
     return x, torch.randint(network.classes, (batch,), device=device)
@@ -219,7 +222,7 @@ def _prediction(
             samples = 1
         function = family.prediction(model, samples)
     draws = components * samples
-    whole = max(1, network.rows // draws)
+    whole = max(1, (network.predict_rows or network.rows) // draws)
     batch = {"small": SMALL[1], "head": network.rows, "many": network.rows}.get(phase, whole)
     x, _ = inputs(network, batch, device)
     model.eval()
@@ -237,7 +240,8 @@ def _prediction(
 def _reference_prediction(
     plain: nn.Module, network: Network, phase: str, mode: str, device: torch.device
 ) -> Case:
-    passes, batch = SMALL if phase == "small" else (MANY_DRAWS if phase == "many" else 1, network.rows)
+    rows = network.predict_rows if phase == "predict" and network.predict_rows else network.rows
+    passes, batch = SMALL if phase == "small" else (MANY_DRAWS if phase == "many" else 1, rows)
     x, _ = inputs(network, batch, device)
     plain.eval()
 

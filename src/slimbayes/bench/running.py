@@ -28,6 +28,7 @@ from slimbayes.bench.settings import (
     PEERS,
     PHASES,
     BenchConfig,
+    Network,
 )
 from slimbayes.bench.worker import MARK, Job
 from slimbayes.files import write_whole
@@ -84,8 +85,8 @@ def jobs(config: BenchConfig, results: Results) -> Iterator[Job]:
             for phase in network.phases:
                 if config.phases and phase not in config.phases:
                     continue
-                for mode in config.modes:
-                    wanted = _contenders(config, group, phase, network.peers)
+                for mode in [mode for mode in config.modes if mode in network.modes]:
+                    wanted = _contenders(config, group, phase, network)
                     missing = tuple(
                         method for method in wanted if results.find(group, name, phase, mode, method) is None
                     )
@@ -97,12 +98,12 @@ def jobs(config: BenchConfig, results: Results) -> Iterator[Job]:
                         )  # fmt: skip
 
 
-def _contenders(config: BenchConfig, group: str, phase: str, has_peers: bool) -> tuple[str, ...]:
+def _contenders(config: BenchConfig, group: str, phase: str, network: Network) -> tuple[str, ...]:
     if group == "peers":
-        if not has_peers or phase in ("head", "many"):
+        if not network.peers or phase in ("head", "many"):
             return ()
         return (*PEERS, *dict.fromkeys(peer.counterpart for peer in PEERS.values()))
-    chosen = config.methods or tuple(CONTENDERS)
+    chosen = [name for name in config.methods or CONTENDERS if name in network.methods]
     return tuple(name for name in chosen if name in {"head": HEADS, "many": MANY}.get(phase, CONTENDERS))
 
 

@@ -93,6 +93,8 @@ PEERS = {
     )
 }
 MANY = ("emp", "ecmp")
+# No compiler takes recurrent layers, and they have no local estimator.
+SEQUENCES = tuple(name for name in CONTENDERS if not name.endswith("local"))
 HEADS = ("rank1", "rank1-shared", "meanfield-shared", "meanfield-local", "ktied-shared", "ktied-local")
 
 
@@ -100,7 +102,9 @@ HEADS = ("rank1", "rank1-shared", "meanfield-shared", "meanfield-local", "ktied-
 class Network:
     """A network, its inputs, the rows of one step, and where it is measured by default.
 
-    ``samples`` of a prediction are per component. ``adam`` says which optimizer a GPU step has: Adam, or SGD with
+    ``samples`` of a prediction are per component; it has ``predict_rows`` where those of a step are too few to be
+    split among them. Inputs are ``words``, so many, or else numbers. ``methods`` and ``modes`` name what the network
+    can do, where that is not everything. ``adam`` says which optimizer a GPU step has: Adam, or SGD with
     momentum; on the CPU it is always Adam.
     """
 
@@ -116,6 +120,10 @@ class Network:
     adam: bool = False
     peers: bool = False
     head: str = ""
+    words: int = 0
+    predict_rows: int = 0
+    methods: tuple[str, ...] = tuple(CONTENDERS)
+    modes: tuple[str, ...] = tuple(MODES)
 
 
 NETWORKS = {
@@ -167,6 +175,20 @@ NETWORKS = {
             512,
             phases=("many",),
             devices=("cuda",),
+        ),
+        Network(
+            "lstm",
+            "LSTM of the k-tied paper, 80 words, 128 rows",
+            lambda: models.TextLSTM(outputs=2),
+            (80,),
+            2,
+            128,
+            samples=10,
+            predict_rows=1280,
+            devices=("cpu",),
+            words=20_000,
+            methods=SEQUENCES,
+            modes=("eager",),
         ),
         Network(
             "resnet-18",
@@ -229,6 +251,19 @@ NETWORKS = {
             devices=(),
             head="output",
         ),
+        Network(
+            "tiny-lstm",
+            "LSTM 4-4, 5 words, 16 rows",
+            lambda: models.TextLSTM(20, 4, 4, 2),
+            (5,),
+            2,
+            16,
+            predict_rows=64,
+            devices=(),
+            words=20,
+            methods=SEQUENCES,
+            modes=("eager",),
+        ),
     )
 }
 
@@ -272,8 +307,14 @@ class Target:
 
 
 _MLP, _WIDE, _BIG = ("mlp",), ("wrn-16-2",), ("wrn-28-10", "resnet-50")
-_ALL = tuple(name for name, network in NETWORKS.items() if network.devices)
+_ALL = tuple(name for name, network in NETWORKS.items() if network.devices and name != "lstm")
+_LSTM, _SAMPLED = ("lstm",), ("ktied-shared", "meanfield-shared")
 TARGETS = (
+    Target("cpu", _LSTM, "train", "eager", _SAMPLED, 1.12),
+    Target("cpu", _LSTM, "train", "eager", ("rank1-shared",), 1.2),
+    Target("cpu", _LSTM, "train", "eager", ("rank1", "rank1-cauchy"), 2.0),
+    Target("cpu", _LSTM, "predict", "eager", (*_SAMPLED, "rank1-shared"), 1.1),
+    Target("cpu", _LSTM, "predict", "eager", ("rank1", "rank1-cauchy"), 2.0),
     Target("cpu", _MLP, "train", "eager", ("ktied-shared", "meanfield-shared"), 1.20),
     Target("cpu", _MLP, "train", "compiled", ("ktied-shared", "meanfield-shared"), 1.12),
     Target("cpu", _MLP, "train", "eager", ("rank1-shared",), 1.25),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from slimbayes.layers.base import Converted
+from slimbayes.layers.cells import BayesGRUCell, BayesLSTMCell, BayesRNNCell
 from slimbayes.layers.conv import (
     BayesConv1d,
     BayesConv2d,
@@ -23,8 +24,20 @@ from slimbayes.layers.norm import (
     BayesLayerNorm,
     BayesRMSNorm,
 )
+from slimbayes.layers.recurrent import BayesGRU, BayesLSTM, BayesRNN
+from slimbayes.layers.several import Several
 
-WEIGHTED: dict[type[nn.Module], type[Converted]] = {
+Layer = type[Converted] | type[Several]
+
+RECURRENT: dict[type[nn.Module], Layer] = {
+    nn.LSTM: BayesLSTM,
+    nn.GRU: BayesGRU,
+    nn.RNN: BayesRNN,
+    nn.LSTMCell: BayesLSTMCell,
+    nn.GRUCell: BayesGRUCell,
+    nn.RNNCell: BayesRNNCell,
+}
+WEIGHTED: dict[type[nn.Module], Layer] = {
     nn.Linear: BayesLinear,
     nn.Conv1d: BayesConv1d,
     nn.Conv2d: BayesConv2d,
@@ -33,8 +46,9 @@ WEIGHTED: dict[type[nn.Module], type[Converted]] = {
     nn.ConvTranspose2d: BayesConvTranspose2d,
     nn.ConvTranspose3d: BayesConvTranspose3d,
     nn.Bilinear: BayesBilinear,
+    **RECURRENT,
 }
-NORMS: dict[type[nn.Module], type[Converted]] = {
+NORMS: dict[type[nn.Module], Layer] = {
     nn.BatchNorm1d: BayesBatchNorm1d,
     nn.BatchNorm2d: BayesBatchNorm2d,
     nn.BatchNorm3d: BayesBatchNorm3d,
@@ -42,13 +56,14 @@ NORMS: dict[type[nn.Module], type[Converted]] = {
     nn.GroupNorm: BayesGroupNorm,
     nn.RMSNorm: BayesRMSNorm,
 }
-EMBEDDINGS: dict[type[nn.Module], type[Converted]] = {
+EMBEDDINGS: dict[type[nn.Module], Layer] = {
     nn.Embedding: BayesEmbedding,
     nn.EmbeddingBag: BayesEmbeddingBag,
 }
-TABLE: dict[type[nn.Module], type[Converted]] = {**WEIGHTED, **NORMS, **EMBEDDINGS}
+TABLE: dict[type[nn.Module], Layer] = {**WEIGHTED, **NORMS, **EMBEDDINGS}
 
-# Known layers with weights that have no converted class yet: never skipped without a word.
+# Known layers with weights that have no converted class, among them classes derived from torch's recurrent layers:
+# never skipped without a word.
 UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
 
@@ -66,7 +81,7 @@ def _transposed_class(kind: type[nn.Module]) -> type[Converted]:
     return _TRANSPOSED[kind]
 
 
-def converted_class(module: nn.Module) -> type[Converted] | None:
+def converted_class(module: nn.Module) -> Layer | None:
     """Our class for a module of exactly a known type, else None.
 
     >>> converted_class(nn.Linear(2, 2)).__name__

@@ -13,14 +13,13 @@ from slimbayes.apply.base import Operation, Rule
 from slimbayes.context import Draw, current_draw, late_draw, repeat_rows
 
 
-class Converted(Operation, ABC):
-    """Mixed into a torch layer class; the layer is retyped in place and keeps its state_dict keys.
+class Loading(nn.Module):
+    """A layer that reads checkpoints from before its conversion.
 
-    ``component_tensors`` names the tensors that now have a leading component axis: a checkpoint from before
-    the conversion is expanded to it, so that every component starts from the same values.
+    ``component_tensors`` names the tensors that now have a leading component axis: what was saved without it is
+    expanded, so that every component starts from the same values.
     """
 
-    bayes: Rule
     component_tensors: tuple[str, ...]
     title: str
     # What the one draw of a pass takes, for compiled code, and whose it is (``apply/ahead.py``).
@@ -30,6 +29,17 @@ class Converted(Operation, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if not key.startswith("settled_")}
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        for name in self.component_tensors:
+            expand_saved(state_dict, prefix + name, getattr(self, name))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Converted(Loading, Operation, ABC):
+    """Mixed into a torch layer class; the layer is retyped in place and keeps its state_dict keys."""
+
+    bayes: Rule
 
     def _apply_rule(self, *inputs: Any) -> Tensor:
         output: Tensor
@@ -52,11 +62,6 @@ class Converted(Operation, ABC):
             output = self.bayes(self, tuple(_repeated(value, rows, draw) for value in inputs))
         output = draw.late.result(output)
         return output
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        for name in self.component_tensors:
-            expand_saved(state_dict, prefix + name, getattr(self, name))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def _repeated(value: Any, rows: int, draw: Draw) -> Any:
@@ -93,7 +98,7 @@ def affine_per_group(y: Tensor, weight: Tensor, bias: Tensor | None, shape: tupl
 
 def require_weight(module: nn.Module, name: str) -> None:
     """Raise for a layer without parameters to spread, or with features that a random table cannot have."""
-    if module.weight is None:
+    if getattr(module, "weight", module) is None:
         raise ValueError(
             f"layer {name!r} ({type(module).__name__}) has no affine parameters to make random; "
             f"leave it out with exclude={name!r}"

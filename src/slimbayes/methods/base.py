@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from slimbayes.apply.base import Rule
 from slimbayes.layers.base import Converted
+from slimbayes.layers.several import Kernel, Several
 from slimbayes.priors import Prior
 
 # Metadata of an option that came after the first checkpoints: written down only where it is not its default, which must
@@ -24,6 +25,18 @@ class Shared:
 
     made: dict[tuple[int, str], Any] = field(default_factory=dict)
     keep: list[Tensor] = field(default_factory=list)  # old tensors stay alive, so that ids stay unique
+    leaders: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # the first weight of a layer, by all its tensors
+
+    def join(self, tensors: list[Tensor]) -> None:
+        """These are the tensors of one layer with several weights: what there is one of per layer, they share."""
+        self.keep += tensors
+        self.leaders.update({id(tensor): tensors[0] for tensor in tensors if id(tensor) not in self.leaders})
+
+    def leader(self, tensor: Tensor) -> Tensor:
+        """The tensor that stands for the layer of this one."""
+        return self.leaders.get(id(tensor), tensor)
 
     def get(self, tensor: Tensor, role: str) -> Any | None:
         """What an earlier layer made for this tensor, or None."""
@@ -73,7 +86,7 @@ class Method(ABC):
         """Whether a layer is converted when the user selects nothing."""
 
     @abstractmethod
-    def refuses(self, layer: type[Converted]) -> str | None:
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
         """Why this kind of layer cannot be converted, or None if it can."""
 
     @abstractmethod
@@ -81,14 +94,24 @@ class Method(ABC):
         """Give a retyped layer its new parameters and return its rule."""
 
 
-def needs_linear(method: str, layer: type[Converted]) -> str | None:
+def needs_linear(method: str, layer: type[Converted] | type[Several]) -> str | None:
     """Reason to refuse a layer that is not linear in a float input."""
     if layer.linear:
         return None
     return f"{method} acts on layers that are linear in their input"
 
 
-def needs_matrix(method: str, layer: type[Converted]) -> str | None:
+def no_local(layer: type[Converted] | type[Several]) -> str | None:
+    """Reason to refuse a recurrent layer to an estimator that samples pre-activations."""
+    if not layer.recurrent:
+        return None
+    return (
+        "estimator='local' samples pre-activations, and at every time step anew: a sequence would meet another weight "
+        "at each; use estimator='shared' or 'flipout'"
+    )
+
+
+def needs_matrix(method: str, layer: type[Converted] | type[Several]) -> str | None:
     """Reason to refuse a layer whose weight is a vector."""
     return (
         None
@@ -107,7 +130,10 @@ def add_component_axis(layer: Converted, tensor: str, components: int, shared: S
         stacked = old.detach().expand(components, *old.shape).clone()
         new = nn.Parameter(stacked, requires_grad=old.requires_grad)
         shared.put(old, "components", new)
-    setattr(layer, tensor, new)
+    if isinstance(layer, Kernel):
+        layer.replace(tensor, new)
+    else:
+        setattr(layer, tensor, new)
     layer.component_tensors = (*layer.component_tensors, tensor)
 
 

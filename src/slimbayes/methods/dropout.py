@@ -11,6 +11,7 @@ from slimbayes.apply.dropped import DroppedRule
 from slimbayes.apply.sampled import SampledRule
 from slimbayes.layers import is_weighted
 from slimbayes.layers.base import Converted
+from slimbayes.layers.several import Several
 from slimbayes.methods.base import (
     Method,
     Outline,
@@ -50,7 +51,7 @@ class MCDropout(Method):
         """Layers that multiply by a weight."""
         return is_weighted(module)
 
-    def refuses(self, layer: type[Converted]) -> str | None:
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
         """Why this kind of layer cannot be converted, or None if it can."""
         return None if layer.float_input else "MCDropout drops inputs, and this layer's input is an index"
 
@@ -81,7 +82,7 @@ class DropConnect(Method):
         """Layers that multiply by a weight."""
         return is_weighted(module)
 
-    def refuses(self, layer: type[Converted]) -> str | None:
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
         """Why this kind of layer cannot be converted, or None if it can."""
         return needs_matrix("DropConnect", layer)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from slimbayes.apply.base import Rule
 from slimbayes.layers.base import Converted
+from slimbayes.layers.several import Several
 from slimbayes.methods.base import Method, Outline, Shared, Traits, check_count
 
 
@@ -40,7 +41,7 @@ class DeepEnsemble(Method):
         """The whole model is one ensemble; conversion handles it as such."""
         return True
 
-    def refuses(self, layer: type[Converted]) -> str | None:
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
         """Every module can be copied."""
         return None
 
@@ -109,7 +110,7 @@ class Deterministic(Method):
         """Every layer, and none is changed."""
         return True
 
-    def refuses(self, layer: type[Converted]) -> str | None:
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
         """Nothing is refused."""
         return None
 

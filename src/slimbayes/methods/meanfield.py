@@ -15,6 +15,7 @@ from slimbayes.apply.sampled import SampledRule
 from slimbayes.kl import check_pair
 from slimbayes.layers import is_weighted
 from slimbayes.layers.base import Converted
+from slimbayes.layers.several import Several
 from slimbayes.methods.base import (
     Method,
     Outline,
@@ -25,6 +26,7 @@ from slimbayes.methods.base import (
     check_positive,
     needs_linear,
     needs_matrix,
+    no_local,
 )
 from slimbayes.posteriors import KTiedPosterior, NormalPosterior, Posterior
 
@@ -69,10 +71,12 @@ class MeanField(Method):
         """Layers that multiply by a weight."""
         return is_weighted(module)
 
-    def refuses(self, layer: type[Converted]) -> str | None:
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
         """Why this kind of layer cannot be converted, or None if it can."""
         if self.estimator == "shared":
             return None
+        if self.estimator == "local" and layer.recurrent:
+            return no_local(layer)
         return needs_linear(f"MeanField(estimator={self.estimator!r})", layer)
 
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
@@ -116,10 +120,12 @@ class KTied(Method):
         """Layers that multiply by a weight."""
         return is_weighted(module)
 
-    def refuses(self, layer: type[Converted]) -> str | None:
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
         """Why this kind of layer cannot be converted, or None if it can."""
         if self.estimator == "shared":
             return needs_matrix("KTied", layer)
+        if self.estimator == "local" and layer.recurrent:
+            return no_local(layer)
         return needs_linear(f"KTied(estimator={self.estimator!r})", layer)
 
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:

@@ -15,6 +15,7 @@ from slimbayes.apply.base import Rule
 from slimbayes.apply.indexed import IndexedRule, Mixing, Normalizing
 from slimbayes.layers import EMBEDDINGS, NORMS, is_weighted
 from slimbayes.layers.base import Converted, constant_row
+from slimbayes.layers.several import Kernel, Several
 from slimbayes.methods.base import (
     Method,
     Outline,
@@ -64,7 +65,7 @@ class _Patching(Method, ABC):
         """Layers that one of the ``patch`` entries names."""
         return any(_matches(item, name, module, outline) for item in self.patch)
 
-    def refuses(self, layer: type[Converted]) -> str | None:
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
         """Every layer type can be patched."""
         return None
 
@@ -76,10 +77,13 @@ class _Patching(Method, ABC):
     def _attach(
         self, layer: Converted, name: str, shared: Shared, per_element: bool, own_statistics: bool = False
     ) -> Rule:
-        mixing = shared.get(layer.weight, "mixing")
+        leader = shared.leader(layer.weight)
+        mixing = shared.get(leader, "mixing")
         if mixing is None:
             mixing = Mixing(name, self.components, self.learn_mixing, layer.weight)
-            shared.put(layer.weight, "mixing", mixing)
+            shared.put(leader, "mixing", mixing)
+        weight_source = shared.get(layer.weight, "weight source") or f"{name}.weight"
+        shared.put(layer.weight, "weight source", weight_source)
         bias_source = f"{name}.bias"
         if layer.bias is not None:
             bias_source = shared.get(layer.bias, "bias source") or bias_source
@@ -99,7 +103,8 @@ class _Patching(Method, ABC):
         own = own_statistics and isinstance(layer, Normalizing) and layer.running_mean is not None
         if own:
             _copy_statistics(layer, self.components)
-        return IndexedRule(name, mixing, bias_source, per_element, self._prior(), own)
+        joint = isinstance(layer, Kernel)
+        return IndexedRule(name, mixing, bias_source, per_element, self._prior(), own, weight_source, joint)
 
 
 def _copy_statistics(layer: Converted, components: int) -> None:

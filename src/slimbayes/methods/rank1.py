@@ -15,6 +15,7 @@ from slimbayes.apply.rank1 import Factor, Rank1Rule
 from slimbayes.kl import check_pair
 from slimbayes.layers import is_weighted
 from slimbayes.layers.base import Converted
+from slimbayes.layers.several import Several
 from slimbayes.methods.base import (
     LATER,
     Method,
@@ -119,7 +120,7 @@ class Rank1(Method):
         """Layers that multiply by a weight."""
         return is_weighted(module)
 
-    def refuses(self, layer: type[Converted]) -> str | None:
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
         """Why this kind of layer cannot be converted, or None if it can."""
         return needs_linear("Rank1", layer)
 
@@ -183,7 +184,7 @@ class BatchEnsemble(Method):
         """Layers that multiply by a weight."""
         return is_weighted(module)
 
-    def refuses(self, layer: type[Converted]) -> str | None:
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
         """Why this kind of layer cannot be converted, or None if it can."""
         return needs_linear("BatchEnsemble", layer)
 

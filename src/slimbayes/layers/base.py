@@ -29,7 +29,9 @@ class Converted(Operation, ABC):
     settled_bias: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if not key.startswith("settled_")}
+        own = getattr(super(), "__getstate__", None)  # torch's layer may leave something out, too
+        state: dict[str, Any] = self.__dict__ if own is None else own()
+        return {key: value for key, value in state.items() if not key.startswith("settled_")}
 
     def _apply_rule(self, *inputs: Any) -> Tensor:
         output: Tensor

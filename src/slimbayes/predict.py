@@ -78,9 +78,30 @@ def predict_flat(
     """``predict`` on flattened inputs."""
     check_options(samples, noise, seed)
     check_chunk(chunk)
+    ahead = Ahead(samples, flat.numel(), find_record(model).places)
+    try:
+        return _predict(
+            model, flat, samples, noise, seed, likelihood, chunk, keep_draws, select, first_example, ahead
+        )
+    finally:
+        ahead.close()
+
+
+def _predict(
+    model: nn.Module,
+    flat: FlatInputs,
+    samples: int,
+    noise: str,
+    seed: int | None,
+    likelihood: Likelihood,
+    chunk: int | None,
+    keep_draws: bool,
+    select: Callable[[Any], Tensor] | None,
+    first_example: int,
+    ahead: Ahead,
+) -> Predictive:
     record = find_record(model)
     keyed = seed
-    ahead = Ahead(samples, flat.numel(), record.places)
 
     def run(part: FlatInputs, count: int, first_sample: int, start: int) -> Tensor:
         place = first_example + start
@@ -90,7 +111,7 @@ def predict_flat(
         return found if (count, part.batch) == (samples, flat.batch) else found.clone()
 
     inner = unwrap(model)
-    with torch.no_grad(), evaluating(inner), contextlib.closing(ahead):
+    with torch.no_grad(), evaluating(inner):
         if chunk is None:
             fold = _fold(inner, record, flat, samples, noise)
         else:

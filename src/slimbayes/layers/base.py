@@ -28,7 +28,9 @@ class Loading(nn.Module):
     settled_bias: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if not key.startswith("settled_")}
+        own = getattr(super(), "__getstate__", None)  # torch's layer may leave something out, too
+        state: dict[str, Any] = self.__dict__ if own is None else own()
+        return {key: value for key, value in state.items() if not key.startswith("settled_")}
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         for name in self.component_tensors:

@@ -18,7 +18,7 @@ from slimbayes.apply.mapped import Mapped
 from slimbayes.noise import transformed
 
 _BLOCK = 1 << 20  # numbers of a block's gates
-_PART = 1 << 17  # gates of the rows that are predicted together
+_PART = 1 << 17  # gates of the rows that a thread predicts together
 Pair = tuple[Tensor, tuple[Tensor, Tensor]]
 
 
@@ -198,7 +198,7 @@ def _in_parts(tensors: Sequence[Any], reverse: bool, every: bool) -> tuple[Tenso
     """The same without gradients, few rows at a time: all that a step touches then stays in a cache."""
     x, h, c, w, u, *factors = tensors
     rows, batch = len(h), x.shape[1]
-    size = max(1, _PART // (4 * h.shape[1]))
+    size = max(1, _PART * torch.get_num_threads() // (4 * h.shape[1]))
     if batch < rows:  # whole draws, which share x
         size = max(1, size // batch) * batch
     out = x.new_empty(len(x), rows, h.shape[1])

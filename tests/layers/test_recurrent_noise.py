@@ -159,6 +159,20 @@ def test_blocks_of_steps(monkeypatch, steps, reverse):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+def test_parts_of_rows(monkeypatch, rows, packed):
+    """However many rows are predicted together, repeated late or not, they are those of a draw with gradients."""
+    model = convert(Sequences(bidirectional=True, batch_first=True, num_layers=2), "rank1").eval()
+    given = (inputs(5), torch.tensor([5, 2, 3, 5, 1])) if packed else (inputs(5),)
+    whole = sb.draw(model, *given, samples=2, seed=1)
+    monkeypatch.setattr(lstm, "_PART", rows * 4 * HIDDEN)
+    for late in (True, False):
+        with torch.no_grad(), sb.fast_paths(late=late):
+            parts = sb.draw(model, *given, samples=2, seed=1)
+        torch.testing.assert_close(parts, whole, rtol=1e-11, atol=1e-12)
+
+
 def test_kl_is_the_sum_over_the_kernels():
     for kind, both in (("lstm", True), ("gru", False)):
         model = convert(Sequences(kind, num_layers=2, bidirectional=both), "meanfield")

@@ -6,7 +6,7 @@ inputs of a block meet W by one product, and the gradients of W, U and x are mad
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from slimbayes.apply.mapped import Mapped
 from slimbayes.noise import transformed
 
 _BLOCK = 1 << 20  # numbers of a block's gates
+_PART = 1 << 17  # gates of the rows that a thread predicts together
 Pair = tuple[Tensor, tuple[Tensor, Tensor]]
 
 
@@ -36,7 +37,7 @@ def run(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, reverse: bool) 
 
     Without gradients x may have the rows of one draw, which stand for all.
     """
-    out, last = _Unrolled.apply(x, h, c, *_given(h, ih, hh), reverse, False)  # type: ignore[no-untyped-call]
+    out, last = _unrolled(x, h, c, ih, hh, reverse, False)
     return out, (out[0 if reverse else -1], last)
 
 
@@ -48,7 +49,7 @@ def run_padded(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, mask: Te
     """
     lengths = mask.sum(0, keepdim=True)  # [1, R, 1]
     x = _turned(x, lengths) if reverse else x
-    out, cells = _Unrolled.apply(x, h, c, *_given(h, ih, hh), False, True)  # type: ignore[no-untyped-call]
+    out, cells = _unrolled(x, h, c, ih, hh, False, True)
     ends = (lengths - 1).expand(1, *h.shape)
     last_h, last_c = (states.gather(0, ends).squeeze(0) for states in (out, cells))
     out = out * mask
@@ -104,39 +105,20 @@ class _Unrolled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, h: Tensor, c: Tensor, w: Tensor, u: Tensor, s_in: Tensor | None, r_in: Tensor | None,
-        s: Tensor | None, r: Tensor | None, offset: Tensor | None, reverse: bool, every: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        plan = _Plan(x.shape[0], h.shape[0], h.shape[1], reverse)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        *tensors, reverse, every = given
         kept = any(ctx.needs_input_grad)
-        out = x.new_empty(plan.steps, plan.rows, plan.size)
-        many = plan.steps if kept else 1
-        gates = x.new_empty(many, plan.rows, 4 * plan.size)
-        cells = x.new_empty(plan.steps if every else many, plan.rows, plan.size)
-        products = x.new_empty(many if r is not None else 1, plan.rows, 4 * plan.size)
-        inputs = x.new_empty(plan.steps if kept else 0, plan.rows, 4 * plan.size)
-        wave, scaled, turned = torch.empty_like(h), torch.empty_like(h), u.t()
-        last_h, last_c = h, c
-        for block in plan.blocks():
-            made = _projected(x, _slice(block), w, s_in, inputs if kept else None)
-            for t in block:
-                z, own, product = (buffer[t if len(buffer) > 1 else 0] for buffer in (gates, cells, products))
-                torch.mm(last_h if s is None else torch.mul(last_h, s, out=scaled), turned, out=product)
-                _joined(z, made[t - min(block)], r_in, product, r, offset)
-                _gated(z, own, last_c, wave, out[t])
-                last_h, last_c = out[t], own
-        ctx.plan, ctx.every = plan, every
+        out, last, saved = _forwards(tensors, reverse, every, kept)
+        ctx.plan, ctx.every = _Plan(len(out), out.shape[1], out.shape[2], reverse), every
         if kept:
-            ctx.save_for_backward(
-                inputs, products, gates, cells, out, x, h, c, w, u, s_in, r_in, s, r, offset
-            )
-        return out, cells if every else last_c.clone()
+            ctx.save_for_backward(*saved, out, *tensors)
+        return out, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_c: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, products, gates, cells, out, x, h, c, w, u, s_in, r_in, s, r, offset = ctx.saved_tensors
+        inputs, products, gates, cells, out, *tensors = ctx.saved_tensors
+        x, h, c, w, u, s_in, r_in, s, r, offset = tensors
         plan, needs = ctx.plan, ctx.needs_input_grad
         of_x = torch.empty_like(x) if needs[0] else None
         of_w, of_u = torch.zeros_like(w), torch.zeros_like(u)
@@ -185,6 +167,55 @@ class _Unrolled(torch.autograd.Function):
         if of_rows is not None and offset.shape[0] == 1:
             of_rows = of_rows.sum(0, keepdim=True)
         return of_x, down, carry, of_w, of_u, of_s_in, of_r_in, of_s, of_r, of_rows, None, None
+
+
+def _forwards(
+    tensors: Sequence[Any], reverse: bool, every: bool, kept: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Outputs, in the place that is given or a new one; the last cell or ``every``; and what is kept for gradients."""
+    x, h, c, w, u, s_in, r_in, s, r, offset = tensors
+    plan = _Plan(x.shape[0], h.shape[0], h.shape[1], reverse)
+    out = x.new_empty(plan.steps, plan.rows, plan.size) if out is None else out
+    many = plan.steps if kept else 1
+    gates = x.new_empty(many, plan.rows, 4 * plan.size)
+    cells = x.new_empty(plan.steps if every else many, plan.rows, plan.size)
+    products = x.new_empty(many if r is not None else 1, plan.rows, 4 * plan.size)
+    inputs = x.new_empty(plan.steps if kept else 0, plan.rows, 4 * plan.size)
+    wave, scaled, turned = torch.empty_like(h), torch.empty_like(h), u.t()
+    last_h, last_c = h, c
+    for block in plan.blocks():
+        made = _projected(x, _slice(block), w, s_in, inputs if kept else None)
+        for t in block:
+            z, own, product = (buffer[t if len(buffer) > 1 else 0] for buffer in (gates, cells, products))
+            torch.mm(last_h if s is None else torch.mul(last_h, s, out=scaled), turned, out=product)
+            _joined(z, made[t - min(block)], r_in, product, r, offset)
+            _gated(z, own, last_c, wave, out[t])
+            last_h, last_c = out[t], own
+    return out, cells if every else last_c.clone(), (inputs, products, gates, cells)
+
+
+def _in_parts(tensors: Sequence[Any], reverse: bool, every: bool) -> tuple[Tensor, Tensor]:
+    """The same without gradients, few rows at a time: all that a step touches then stays in a cache."""
+    x, h, c, w, u, *factors = tensors
+    rows, batch = len(h), x.shape[1]
+    size = max(1, _PART * torch.get_num_threads() // (4 * h.shape[1]))
+    if batch < rows:  # whole draws, which share x
+        size = max(1, size // batch) * batch
+    out = x.new_empty(len(x), rows, h.shape[1])
+    last = []
+    for start in range(0, rows, size):
+        own = slice(start, start + size)
+        parts = [t if t is None or len(t) == 1 else t[own] for t in factors]
+        given = (x if batch < rows else x[:, own], h[own], c[own], w, u, *parts)
+        last.append(_forwards(given, reverse, every, False, out[:, own])[1])
+    return out, torch.cat(last, 1 if every else 0)
+
+
+def _unrolled(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, reverse: bool, every: bool) -> Any:
+    tensors = (x, h, c, *_given(h, ih, hh))
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
+        return _Unrolled.apply(*tensors, reverse, every)  # type: ignore[no-untyped-call]
+    return _in_parts(tensors, reverse, every)
 
 
 def _projected(x: Tensor, where: slice, w: Tensor, s: Tensor | None, room: Tensor | None) -> Tensor:

@@ -202,21 +202,16 @@ class Rank1Rule(Rule):
 
 
 def _into(weight: Tensor, r: Tensor | None, s: Tensor | None) -> Tensor:
-    """W ∘ r sᵀ [G, out, in] for factors [K, S or 1, 1, C]."""
-    factor = None
-    if r is not None:
-        factor = by_draw(r).unsqueeze(2)
-    if s is not None:
-        row = by_draw(s).unsqueeze(1)
-        factor = row if factor is None else _matched(factor, row)
-    assert factor is not None
-    return weight * factor
-
-
-def _matched(column: Tensor, row: Tensor) -> Tensor:
-    """r sᵀ [G, out, in] for r of K groups where it is a point and s of K·S, or the other way round."""
+    """W ∘ r sᵀ [G, out, in] for factors [K, S or 1, 1, C], of which one may be a point with S = 1."""
+    column = None if r is None else by_draw(r).unsqueeze(2)
+    row = None if s is None else by_draw(s).unsqueeze(1)
+    if column is None or row is None:
+        alone = row if column is None else column
+        assert alone is not None
+        return weight * alone
     groups = max(len(column), len(row))
-    return expand_groups(column, groups) * expand_groups(row, groups)
+    product = expand_groups(column, groups) * expand_groups(row, groups)
+    return weight * product if torch.is_grad_enabled() else product.mul_(weight)
 
 
 def _noisy(factor: nn.Module | None) -> bool:

@@ -40,7 +40,7 @@ def test_list_shows_every_entry_and_where_results_lie(slimbayes, tmp_path):
         ((), "which experiment?"),
         (("ktied/table1", "ktied/tabel2"), "the closest are ktied/table2"),
         (("nothing/*",), "no entry with code matches 'nothing/*'"),
-        (("rank1/table4",), "cannot be run yet; it needs recurrent layers"),
+        (("rank1/table4",), "cannot be run yet; it needs a runner, and MIMIC-III"),
         (("ktied/table1", "--scale", "huge"), "scale='huge' is unknown; use one of smoke"),
         (("ktied/table2", "--only", "imdb"), "leaves nothing of mnist, cifar100"),
         (("ktied/figure*", "--only", "mnsit"), "--only mnsit: these entries have mnist, cifar100"),

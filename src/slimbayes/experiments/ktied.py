@@ -42,7 +42,7 @@ def _cifar100(methods: Mapping[str, str], training: Mapping[str, Any]) -> Settin
 
 def _imdb(family: bool, training: Mapping[str, Any]) -> Setting:
     words = (
-        "Needs recurrent layers. 20,000 words, length 80; the last 5,000 training examples are the validation set. "
+        "20,000 words, length 80; the last 5,000 training examples are the validation set. "
         "Kernel and recurrent kernel (128 × 512 each) are tied or truncated; embedding and biases are point "
         "estimates; no dropout."
     )
@@ -69,7 +69,7 @@ _ERRORS = "The ± are said to be over 100 weight samples; the binomial formula s
 _KERNELS = (
     "The text has 3×3 kernels; the parameter counts require 5×5 kernels with padding and two 2×2 pools."
 )
-_LSTM = "The IMDB part waits for recurrent layers."
+_LSTM = "The IMDB part is not run yet."
 _TRUNCATION = (
     "Rows k-tied are the trained mean-field model after a truncated SVD of σ, negative entries set to 0."
 )

@@ -188,7 +188,7 @@ def mimic() -> tuple[Setting, ...]:
         {GAUSSIAN: f"Rank1({start}, prior=Normal(1, 0.1), dropout_rate=1e-3)"},
         {CAUCHY: f"Rank1({start}, posterior='cauchy', prior=Cauchy(0.5, 1e-4), dropout_rate=5e-7)"},
     )
-    words = "Needs recurrent layers. Embeddings have Normal posteriors; LSTM and dense layers have rank-1 factors."
+    words = "Embeddings have Normal posteriors; LSTM and dense layers have rank-1 factors."
     return (
         Setting("mimic", "lstm(embedding=32, hidden=512)", "mimic-iii", methods[0], normal, 25, words),
         Setting("mimic-cauchy", "lstm(embedding=16, hidden=512)", "mimic-iii", methods[1], heavy, 25, words),

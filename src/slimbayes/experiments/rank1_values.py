@@ -195,10 +195,7 @@ def table6(session: Session, setting: str) -> Outcome:
 
 def table7(session: Session, setting: str) -> Outcome:
     """Table 7: rank-1 LSTMs on MIMIC-III, whose settings are known and whose networks are not run."""
-    words = (
-        "The networks themselves are not run: slimbayes has no recurrent layers yet, and MIMIC-III is open to "
-        "credentialed readers only."
-    )
+    words = "The networks themselves are not run: MIMIC-III is open to credentialed readers only."
     share = math.nan
     for one in find("rank1/table7").settings:
         if rank1_of(one).posterior == "cauchy":

@@ -292,3 +292,35 @@ def test_copies_keep_their_own_noise():
         twin.rnn.bayes["hh_l0"].r.loc.zero_()
     assert twin.rnn.kernels[0].weight is twin.rnn.weight_ih_l0
     assert model.rnn.weight_ih_l0.any() and model.rnn.kernels[1].bayes.r.loc.any()
+
+
+def test_second_derivatives_are_an_error_or_right():
+    x = inputs().requires_grad_()
+    model = convert(Sequences(), "rank1")
+    with pytest.raises(RuntimeError, match=r"no second derivatives .* nn.LSTMCell in a loop"):
+        torch.autograd.grad(sb.draw(model, x, seed=0).sum(), x, create_graph=True)
+    looped = convert(Looped(), "rank1")
+    (grad,) = torch.autograd.grad(sb.draw(looped, x, seed=0).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), x)
+    assert second.abs().max() > 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_autocast(kind, packed):
+    model = sb.bayesianize(Sequences(kind, num_layers=2), EVERY["dropout"]())
+    x, lengths = inputs(dtype=torch.float32), torch.tensor([3, 5, 1, 4])
+    given = (x, lengths) if packed else (x,)
+    whole = sb.draw(model, *given, seed=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = sb.draw(model, *given, seed=0)
+    torch.testing.assert_close(found.float(), whole, rtol=0.1, atol=0.03)
+
+
+@pytest.mark.parametrize("method", ["rank1", "meanfield"])
+def test_no_rows_and_no_steps(method):
+    model = convert(Sequences(batch_first=True), method)
+    with pytest.raises(ValueError, match=r"'rnn' .LSTM. got sequences without steps"):
+        sb.draw(model, inputs(steps=0))
+    single = sb.bayesianize(Sequences(batch_first=True).double(), sb.Rank1(components=1))
+    assert single(inputs(batch=0)).shape == (0, 5, HIDDEN)

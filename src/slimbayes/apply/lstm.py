@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slimbayes.apply.mapped import Mapped
 from slimbayes.noise import transformed
@@ -82,7 +81,7 @@ class _Plan:
 
     def blocks(self) -> Iterator[range]:
         """Neighbouring steps, in the order in which they are run."""
-        length = max(1, _BLOCK // (self.rows * 4 * self.size))
+        length = max(1, _BLOCK // max(1, self.rows * 4 * self.size))
         starts = range(0, self.steps, length)
         for start in reversed(starts) if self.reverse else starts:
             block = range(start, min(start + length, self.steps))
@@ -115,8 +114,12 @@ class _Unrolled(torch.autograd.Function):
         return out, last
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_c: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as it is with create_graph=True alone
+            raise RuntimeError(
+                "an LSTM with factors for every example has no second derivatives (create_graph=True): use "
+                "nn.LSTMCell in a loop"
+            )
         inputs, products, gates, cells, out, *tensors = ctx.saved_tensors
         x, h, c, w, u, s_in, r_in, s, r, offset = tensors
         plan, needs = ctx.plan, ctx.needs_input_grad

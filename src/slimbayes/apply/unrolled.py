@@ -25,7 +25,7 @@ def _gru(x: Tensor, h: Tensor, state: State) -> State:
     """r, z, n: h' = n + z (h − n) with n = tanh(n_x + r n_h)."""
     (rx, zx, nx), (rh, zh, nh) = x.chunk(3, -1), h.chunk(3, -1)
     n = torch.addcmul(nx, (rx + rh).sigmoid(), nh).tanh()
-    return (torch.lerp(n, state[0], (zx + zh).sigmoid()),)
+    return (torch.lerp(n.to(state[0].dtype), state[0], (zx + zh).sigmoid().to(state[0].dtype)),)
 
 
 def _tanh(x: Tensor, h: Tensor, state: State) -> State:

@@ -68,6 +68,10 @@ class _Recurrent(Several):
                 f"layer {self.source!r} ({self.title}) takes an input of 2 or 3 dimensions, got {tuple(input.shape)}"
             )
         single = input.dim() == 2
+        if input.shape[1 if self.batch_first and not single else 0] == 0:
+            raise ValueError(
+                f"layer {self.source!r} ({self.title}) got sequences without steps: {tuple(input.shape)}"
+            )
         axis = 0 if self.batch_first else 1
         if given is not None and any([state.dim() != input.dim() for state in given]):
             raise RuntimeError(

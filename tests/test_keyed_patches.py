@@ -286,14 +286,16 @@ def test_passes_of_a_compiled_network_are_one_graph(name):
     torch.manual_seed(0)
     model, x = sb.bayesianize(Tied(), METHODS[name]).eval(), torch.randn(4, 6)
     components = 2 if "Rank1" in name else 1
-    whole = sb.predict(model, x, samples=7, seed=9, noise="shared").draws
+    alone = name in ("EMP", "ECMP")
+    samples = 7 if alone else 3  # others compile for every pass
+    whole = sb.predict(model, x, samples=samples, seed=9, noise="shared").draws
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter)
-    for seed in (9, 11, 9):
-        found = sb.predict(compiled, x, samples=7, seed=seed, noise="shared", chunk=4 * components)
+    for seed in (9, 11, 9) if alone else (9,):
+        found = sb.predict(compiled, x, samples=samples, seed=seed, noise="shared", chunk=4 * components)
     torch.testing.assert_close(found.draws, whole)
-    if name in ("EMP", "ECMP"):
+    if alone:
         assert counter.frame_count == 1
 
 

@@ -54,6 +54,7 @@ class Operation(nn.Module, ABC):
     is_matrix: ClassVar[bool]  # a plain matrix product, so that a k-tied variance has a thin form
     output_axis: ClassVar[int]  # channel axis of the output
     recurrent: bool = False  # the input is the layer's own state, step after step
+    partial: bool = False  # one of several weights that a layer has
 
     @property
     @abstractmethod
@@ -92,6 +93,8 @@ class Rule(nn.Module, ABC):
 
     name: str
     untiled_noise: tuple[str, ...] = ()
+    components: int = 1  # into which it takes the rows to be divided
+    drops: bool = False  # dropout of the layer's own is part of the draw
 
     @abstractmethod
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:

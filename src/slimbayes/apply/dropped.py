@@ -16,6 +16,8 @@ from slimbayes.context import Frame
 class DroppedRule(Rule):
     """y = op(x ∘ b/(1 − rate), W) with b Bernoulli: per element, or per channel of every example."""
 
+    drops = True
+
     def __init__(self, name: str, rate: float, per_channel: bool) -> None:
         super().__init__()
         self.name = name

@@ -43,6 +43,10 @@ class Converted(Loading, Operation, ABC):
 
     bayes: Rule
 
+    def replace(self, which: str, new: nn.Parameter) -> None:
+        """Put another parameter in the place of the "weight" or "bias"."""
+        setattr(self, which, new)
+
     def _apply_rule(self, *inputs: Any) -> Tensor:
         output: Tensor
         draw = current_draw()

@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from slimbayes.apply.dropped import DroppedRule, dropped
+from slimbayes.apply.dropped import dropped
 from slimbayes.apply.mapped import Mapped, expand_groups
 from slimbayes.apply.unrolled import State, unroll
 from slimbayes.context import Frame
@@ -202,8 +202,8 @@ class _Recurrent(Several):
         return output, tuple([torch.cat(own, 1) for own in zip(*[part[1] for part in parts], strict=True)])
 
     def _drops(self) -> bool:
-        """Whether the layer's own dropout follows the draw, as MCDropout has it."""
-        return isinstance(self.kernels[0].bayes, DroppedRule)
+        """Whether the layer's own dropout follows the draw."""
+        return self.kernels[0].bayes.drops
 
     def _by_group(self, maps: Maps, frame: Frame) -> bool:
         """Whether torch's kernels can run the whole layer, once for every group of rows."""

@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from slimbayes import context
 from slimbayes.apply.base import Inputs, Rule, Slot
 from slimbayes.apply.mapped import Mapped
-from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.context import Frame
 from slimbayes.layers.base import Converted, Loading
 
@@ -43,6 +42,7 @@ class Kernel(Converted):
     float_input = True
     matrix_weight = True
     is_matrix = True
+    partial = True
 
     def __init__(self, owner: nn.Module, layer: str, names: KernelNames) -> None:
         super().__init__()
@@ -139,8 +139,7 @@ class Several(Loading, ABC):
                     )
 
     def _components(self) -> int:
-        rules = [kernel.bayes for kernel in self.kernels]
-        return max([rule.components if isinstance(rule, Rank1Rule) else 1 for rule in rules])
+        return max([kernel.bayes.components for kernel in self.kernels])
 
     def _frame(self, rows: int) -> Frame:
         """The rows of this call; ``tiled`` is False where they still stand for all draws."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slimbayes.apply.base import Rule
 from slimbayes.layers.base import Converted
-from slimbayes.layers.several import Kernel, Several
+from slimbayes.layers.several import Several
 from slimbayes.priors import Prior
 
 # Metadata of an option that came after the first checkpoints: written down only where it is not its default, which must
@@ -130,10 +130,7 @@ def add_component_axis(layer: Converted, tensor: str, components: int, shared: S
         stacked = old.detach().expand(components, *old.shape).clone()
         new = nn.Parameter(stacked, requires_grad=old.requires_grad)
         shared.put(old, "components", new)
-    if isinstance(layer, Kernel):
-        layer.replace(tensor, new)
-    else:
-        setattr(layer, tensor, new)
+    layer.replace(tensor, new)
     layer.component_tensors = (*layer.component_tensors, tensor)
 
 

@@ -15,7 +15,7 @@ from slimbayes.apply.base import Rule
 from slimbayes.apply.indexed import IndexedRule, Mixing, Normalizing
 from slimbayes.layers import EMBEDDINGS, NORMS, is_weighted
 from slimbayes.layers.base import Converted, constant_row
-from slimbayes.layers.several import Kernel, Several
+from slimbayes.layers.several import Several
 from slimbayes.methods.base import (
     Method,
     Outline,
@@ -103,8 +103,9 @@ class _Patching(Method, ABC):
         own = own_statistics and isinstance(layer, Normalizing) and layer.running_mean is not None
         if own:
             _copy_statistics(layer, self.components)
-        joint = isinstance(layer, Kernel)
-        return IndexedRule(name, mixing, bias_source, per_element, self._prior(), own, weight_source, joint)
+        return IndexedRule(
+            name, mixing, bias_source, per_element, self._prior(), own, weight_source, joint=layer.partial
+        )
 
 
 def _copy_statistics(layer: Converted, components: int) -> None:

@@ -104,7 +104,7 @@ def test_what_cannot_be_counted_says_so():
     setting = rank1_settings.gaussian_cifar(10)
     with pytest.raises(ValueError, match="no row 'EMP'; it has Rank-1 Gaussian"):
         parameters_of(setting, "EMP")
-    with pytest.raises(ValueError, match="mimic-iii"):
+    with pytest.raises(ValueError, match="mimic3"):
         factors(rank1_settings.mimic()[0])
     with pytest.raises(ValueError, match="no column of parameters"):
         counts("rank1/table8")

@@ -69,11 +69,10 @@ _ERRORS = "The ± are said to be over 100 weight samples; the binomial formula s
 _KERNELS = (
     "The text has 3×3 kernels; the parameter counts require 5×5 kernels with padding and two 2×2 pools."
 )
-_LSTM = "The IMDB part is not run yet."
 _TRUNCATION = (
     "Rows k-tied are the trained mean-field model after a truncated SVD of σ, negative entries set to 0."
 )
-_COARSE = (_GRIDS, _SECOND, _KERNELS, _LSTM, _NOISE)
+_COARSE = (_GRIDS, _SECOND, _KERNELS, _NOISE)
 _ANNEALING = (
     "A KL weight of 5e-5 or 5e-6 per batch reaches 1 after 20,000 or 200,000 batches; 300 epochs are about 14,600 "
     "(MLP) and 11,700 (CNN), so the KL may never have had its full weight."

@@ -10,12 +10,17 @@ from slimbayes.experiments.outcome import Table, check, mean
 from slimbayes.experiments.session import Session
 
 RANKS = (1, 2, 3)
+NAMES = {"nll": "NLL", "neg_elbo": "−ELBO"}
 
 
-def posthoc_checks(table: Table) -> list[dict[str, Any]]:
-    """Rank 2 within 5 % of mean-field's NLL, rank 1 clearly worse than that."""
-    base = table.mean("Mean-field", "nll")
-    two, one = (table.mean(label, "nll") / base - 1 for label in ("2-tied", "1-tied"))
+def posthoc_checks(table: Table, figure: str = "nll") -> list[dict[str, Any]]:
+    """Rank 2 within 5 % of mean-field's NLL, rank 1 clearly worse than that: in NLL, or in another figure."""
+
+    def worse(label: str, column: str) -> float:
+        return table.mean(label, column) / table.mean("Mean-field", column) - 1
+
+    two, one = worse("2-tied", "nll"), worse("1-tied", figure)
+    words = f"{table.title}: {NAMES[figure]} of post-hoc rank 1 clearly worse (more than 5 %)"
     return [
         check(
             f"{table.title}: NLL of post-hoc rank 2 within 5 % of mean-field's",
@@ -23,31 +28,29 @@ def posthoc_checks(table: Table) -> list[dict[str, Any]]:
             two,
             "±0.05",
         ),
-        check(
-            f"{table.title}: NLL of post-hoc rank 1 clearly worse (more than 5 %)", one > 0.05, one, "> 0.05"
-        ),
+        check(words, one > 0.05, one, "> 0.05"),
     ]
 
 
 def trained_checks(table: Table, setting: str) -> list[dict[str, Any]]:
-    """2- and 3-tied within 2 % of mean-field's NLL; the paper's absolute figures."""
-    base = table.mean("Mean-field", "nll")
+    """2- and 3-tied within 2 % of mean-field's NLL (IMDB: 3 %, as in the paper); the paper's absolute figures."""
+    base, most = table.mean("Mean-field", "nll"), 0.03 if setting == "imdb" else 0.02
     found = []
     for label in ("2-tied", "3-tied"):
         worse = table.mean(label, "nll") / base - 1
         found.append(
             check(
-                f"{table.title}: test NLL of {label} at most 2 % above mean-field's",
-                worse <= 0.02,
+                f"{table.title}: test NLL of {label} at most {100 * most:g} % above mean-field's",
+                worse <= most,
                 worse,
-                "≤ 0.02",
+                f"≤ {most:g}",
             )
         )
     if setting == "mnist":
         nll, accuracy = table.mean("3-tied", "nll"), table.mean("3-tied", "accuracy")
         found.append(check("MNIST: NLL of 3-tied at most 0.120", nll <= 0.120, nll, "≤ 0.120"))
         found.append(check("MNIST: accuracy of 3-tied at least 96.9 %", accuracy >= 96.9, accuracy, "≥ 96.9"))
-    else:
+    elif setting == "cifar100":
         best = max(table.mean(f"{rank}-tied", "accuracy") for rank in RANKS)
         found.append(
             check("CIFAR-100: accuracy of the best tied rank at least 43.9 %", best >= 43.9, best, "≥ 43.9")
@@ -87,5 +90,5 @@ def differences(table: Table) -> str:
         parts.append(f"{label} {mean(found):+.1f}{error} %")
     return (
         f"{table.name}: NLL against mean-field's of the same seed, mean and standard error: {', '.join(parts)}. Where "
-        f"the error is as large as 2 %, a check of 2 % says little."
+        f"the error is as large as 2 %, a check of 2 or 3 % says little."
     )

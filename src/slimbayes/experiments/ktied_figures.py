@@ -9,20 +9,28 @@ from torch import Tensor
 
 from slimbayes import analysis
 from slimbayes.experiments.ktied_checks import differences, parameter_checks, trained_checks
-from slimbayes.experiments.ktied_grid import searched
-from slimbayes.experiments.ktied_recipes import LABELS, Job, seeds_of, size_of, train
-from slimbayes.experiments.ktied_tables import DENSE, TITLES, converged, trained_table
-from slimbayes.experiments.ktied_words import choices, posthoc_choice, probed_choice
+from slimbayes.experiments.ktied_recipes import LABELS, TIED, Job, seeds_of, size_of, train
+from slimbayes.experiments.ktied_tables import TITLES, converged, figure6_jobs, trained_table
+from slimbayes.experiments.ktied_words import chosen, posthoc_choice, probed_choice
 from slimbayes.experiments.outcome import Outcome, Table, check, curve
 from slimbayes.experiments.session import Session
 
 SHOWN = 20  # singular values of a curve
 PIXELS = 48  # of a heat map, each way
-_NAMES = {"hidden.0": "dense 1", "hidden.1": "dense 2", "output": "output", "dense": "dense 1"}
+_NAMES = {
+    "hidden.0": "dense 1",
+    "hidden.1": "dense 2",
+    "output": "output",
+    "dense": "dense 1",
+    "lstm.ih_l0": "input kernel",
+    "lstm.hh_l0": "recurrent kernel",
+}
 
 
 def probed(session: Session, setting: str) -> list[Job]:
-    """Networks trained without annealing whose −ELBO and SNR are measured on the way: three of the MLP, one LeNet."""
+    """Networks trained without annealing whose −ELBO and SNR are measured on the way: one of LeNet."""
+    if setting == "imdb":
+        return figure6_jobs(session, setting)
     seeds = seeds_of(session, setting, 3 if setting == "mnist" else 1)
     return [Job(setting, "probed", label, seed) for seed in seeds for label in LABELS]
 
@@ -31,7 +39,7 @@ def _spectra(session: Session, setting: str) -> dict[str, dict[str, list[list[fl
     """Explained variance per singular value, by layer and by "mean" or "stddev", for every seed."""
     found: dict[str, dict[str, list[list[float]]]] = {}
     for job in converged(session, setting):
-        for layer, parts in analysis.spectrum(train(session, job).model, DENSE[setting]).items():
+        for layer, parts in analysis.spectrum(train(session, job).model, TIED[setting]).items():
             for part, values in parts.items():
                 found.setdefault(layer, {}).setdefault(part, []).append(values.tolist())
     return found
@@ -174,7 +182,7 @@ def figure6(session: Session, setting: str) -> Outcome:
     """Trained rows, gradient SNR and −ELBO by step."""
     outcome = Outcome()
     table = trained_table(session, setting)
-    outcome.deviations += [choices(session, setting), differences(table), searched(setting)]
+    outcome.deviations += [*chosen(session, setting), differences(table)]
     outcome.checks += [
         *trained_checks(table, setting),
         *parameter_checks(session, "ktied/figure6", table),
@@ -220,7 +228,7 @@ def _by_step(session: Session, outcome: Outcome) -> None:
 
 
 def figure7(session: Session, setting: str) -> Outcome:
-    """Convergence of the MLP and of LeNet."""
+    """Convergence of the MLP, of LeNet and of the LSTM."""
     outcome = Outcome(
         curves=[convergence_curves(session, setting)], deviations=probed_choice(session, setting)
     )

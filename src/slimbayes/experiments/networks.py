@@ -13,7 +13,7 @@ from torch import nn
 
 from slimbayes.checkpoint import CheckpointError
 from slimbayes.convert import bayesianize
-from slimbayes.data import Dataset, Scaling, Split
+from slimbayes.data import Dataset, RecordDataset, Scaling, Split
 from slimbayes.specs import network_builder, parse_method
 from slimbayes.training import Training, mixed_seed
 
@@ -32,6 +32,24 @@ class Prepared:
     def num_train(self) -> int:
         """The N that divides the KL."""
         return len(self.data.train)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRecords:
+    """Medical records, which bring their validation part along."""
+
+    data: RecordDataset
+    key: str = ""
+
+    @property
+    def num_train(self) -> int:
+        """The N that divides the KL."""
+        return len(self.data.train)
+
+    @property
+    def validation(self) -> RecordDataset:
+        """``fit`` takes its part for validation."""
+        return self.data
 
 
 @dataclass(frozen=True)
@@ -97,7 +115,7 @@ class Trained:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Parameters and, as the k-tied paper counts them, the running means and variances of norms.
+    """Trained parameters and, as the k-tied paper counts them, the running means and variances of norms.
 
     >>> count_parameters(nn.BatchNorm2d(3))
     12
@@ -105,7 +123,13 @@ def count_parameters(model: nn.Module) -> int:
     running = sum(
         b.numel() for name, b in model.named_buffers() if name.endswith(("running_mean", "running_var"))
     )
-    return sum(p.numel() for p in model.parameters()) + running
+    return sum(p.numel() for p in model.parameters() if p.requires_grad) + running
+
+
+def as_tokens(data: Dataset) -> Dataset:
+    """Whole numbers in the order in which they lie: pixels as words."""
+    train, test = (Split(s.inputs.flatten(1).long(), s.targets) for s in (data.train, data.test))
+    return replace(data, kind="text", train=train, test=test, scaling=Scaling((), ()), augment=())
 
 
 def without_mean(data: Dataset) -> Dataset:

@@ -6,6 +6,7 @@ from slimbayes.experiments import (
     rank1_imagenet_tables,
     rank1_images,
     rank1_priors,
+    rank1_record_tables,
     rank1_theorem,
     rank1_values,
 )
@@ -19,4 +20,5 @@ RUNNERS: dict[str, Runner] = {
     "rank1/theorem1": Runner(UNTRAINED, rank1_theorem.theorem1),
     **rank1_images.RUNNERS,
     **rank1_imagenet_tables.RUNNERS,
+    **rank1_record_tables.RUNNERS,
 }

@@ -171,25 +171,26 @@ def mimic() -> tuple[Setting, ...]:
     """The two rank-1 networks of Tables 4 and 7."""
     common = {
         "optimizer": "adam", "schedule": "constant", "l2": 1e-4, "samples": 1, "time bags, s": 86400,
-        "hidden layer": 512,
     }  # fmt: skip
     normal = {
         **common, "lr": 3.0352e-4, "batch_size": 128, "steps": 25_000, "clip_norm": 7.29199,
-        "factor_lr_multiplier": 1.0, "kl_annealing_steps": 20_000, "embedding multiplier": 0.85827,
-        "aggregate older than, s": -1,
+        "factor_lr_multiplier": 1.0, "kl_annealing_steps": 20_000, "aggregate older than, s": -1,
     }  # fmt: skip
     heavy = {
         **common, "lr": 1e-3, "batch_size": 32, "steps": 12_000, "clip_norm": 1.83987,
-        "factor_lr_multiplier": 0.575, "kl_annealing_steps": 694_216, "embedding multiplier": 0.984215,
-        "aggregate older than, s": 60 * 60 * 24 * 90,
+        "factor_lr_multiplier": 0.575, "kl_annealing_steps": 694_216, "aggregate older than, s": 60 * 60 * 24 * 90,
     }  # fmt: skip
     start = "components=4, random_sign_init=0.5"
     methods = (
         {GAUSSIAN: f"Rank1({start}, prior=Normal(1, 0.1), dropout_rate=1e-3)"},
         {CAUCHY: f"Rank1({start}, posterior='cauchy', prior=Cauchy(0.5, 1e-4), dropout_rate=5e-7)"},
     )
+    networks = (
+        "records(dense=32, multiplier=0.85827, hidden=512, dense_hidden=512)",
+        "records(dense=16, multiplier=0.984215, hidden=512, dense_hidden=512)",
+    )
     words = "Embeddings have Normal posteriors; LSTM and dense layers have rank-1 factors."
     return (
-        Setting("mimic", "lstm(embedding=32, hidden=512)", "mimic-iii", methods[0], normal, 25, words),
-        Setting("mimic-cauchy", "lstm(embedding=16, hidden=512)", "mimic-iii", methods[1], heavy, 25, words),
+        Setting("mimic", networks[0], "mimic3", methods[0], normal, 25, words),
+        Setting("mimic-cauchy", networks[1], "mimic3", methods[1], heavy, 25, words),
     )

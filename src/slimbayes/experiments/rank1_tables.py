@@ -187,7 +187,6 @@ ENTRIES: tuple[Experiment, ...] = (
             "The baselines have the hyper-parameters of Dusenberry et al. (2019), which the paper does not repeat.",
             SUM,
         ),
-        needs="a runner, and MIMIC-III, which is open to credentialed readers only",
     ),
     Experiment(
         "rank1/table5", "Table 5", "Hyper-parameters on CIFAR",

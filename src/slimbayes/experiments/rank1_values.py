@@ -87,10 +87,10 @@ def record_values(setting: Setting) -> Values:
     """
     training, options = setting.training, network_options(setting.network)
     found = {
-        "LSTM units": options["hidden"], "hidden units": training["hidden layer"], "l2": training["l2"],
+        "LSTM units": options["hidden"], "hidden units": options["dense_hidden"], "l2": training["l2"],
         "time bags, s": training["time bags, s"],
         "ECE bins": inspect.signature(metrics.ece).parameters["bins"].default,
-        "embedding size": options["embedding"], "embedding multiplier": training["embedding multiplier"],
+        "embedding size": options["dense"], "embedding multiplier": options["multiplier"],
         "batch size": training["batch_size"], "learning rate": training["lr"],
         "factor learning rate multiplier": training["factor_lr_multiplier"],
         "KL annealing, steps": training["kl_annealing_steps"], "steps": training["steps"],
@@ -100,10 +100,10 @@ def record_values(setting: Setting) -> Values:
 
 
 def network_options(text: str) -> dict[str, Any]:
-    """The options of a network's text, also of one that cannot be built.
+    """The options of a network's text.
 
-    >>> network_options("lstm(embedding=32, hidden=512)")
-    {'embedding': 32, 'hidden': 512}
+    >>> network_options("records(dense=32, hidden=512)")
+    {'dense': 32, 'hidden': 512}
     """
     call = ast.parse(text, mode="eval").body
     assert isinstance(call, ast.Call)

@@ -16,10 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.checkpoint import CheckpointError, load, save
-from slimbayes.data import Scaling
+from slimbayes.data import RecordDataset, Scaling
 from slimbayes.data import load as load_data
 from slimbayes.evaluate import assess
-from slimbayes.experiments.networks import MODEL, Prepared, Recipe, Trained, without_mean
+from slimbayes.experiments.networks import (
+    MODEL,
+    Prepared,
+    PreparedRecords,
+    Recipe,
+    Trained,
+    as_tokens,
+    without_mean,
+)
 from slimbayes.experiments.results import SCALES
 from slimbayes.experiments.several import Processes
 from slimbayes.files import write_whole
@@ -39,7 +47,8 @@ class OutOfTime(StopTraining):
     """The time of this call is spent; the same command goes on where it stopped."""
 
 
-Probe = Callable[[nn.Module, Prepared, int], dict[str, Any]]
+AnyPrepared = Prepared | PreparedRecords
+Probe = Callable[[nn.Module, Any, int], dict[str, Any]]
 
 
 class Session:
@@ -85,13 +94,15 @@ class Session:
 
     def prepared(
         self, name: str, scaling: Scaling | None = None, held_out: int = 0, pixel_mean: bool = False,
-        pad: int | None = None,
+        pad: int | None = None, tokens: bool = False,
     ) -> Prepared:  # fmt: skip
         """A data set whose last ``held_out`` training examples are for validation, in the units of ``scaling``.
 
         With a ``pad`` its images are cropped, after so many pixels on each side, and flipped where it allows that.
+        With ``tokens`` inputs are sequences of whole numbers.
         """
-        key: tuple[Any, ...] = (name, scaling, held_out, pixel_mean, *([] if pad is None else [pad]))
+        more = [*([] if pad is None else [pad]), *(["tokens"] if tokens else [])]
+        key: tuple[Any, ...] = (name, scaling, held_out, pixel_mean, *more)
         if key not in self._data:
             data = load_data(name, root=self.data_root)
             self.used[name] = {"fingerprint": data.fingerprint(), "source": data.source}
@@ -99,10 +110,25 @@ class Session:
             data = replace(data, augment=()) if pad is None else replace(data, pad=pad)
             if pixel_mean:
                 data = without_mean(data)
+            if tokens:
+                data = as_tokens(data)
             kept = len(data.train) - held_out
             validation = data.train[kept:] if held_out else data.test
             self._data[key] = Prepared(replace(data, train=data.train[:kept]), validation, repr(key[1:]))
         return self._data[key]
+
+    def records(
+        self, name: str, make: Callable[[], RecordDataset], options: dict[str, Any]
+    ) -> PreparedRecords:
+        """Medical records that ``make`` reads, by their name and options."""
+
+        def read() -> PreparedRecords:
+            data = make()
+            self.used[name] = {"fingerprint": data.fingerprint(), "source": data.source}
+            return PreparedRecords(data, repr(options))
+
+        found: PreparedRecords = self.once(("records", name, repr(options)), read)
+        return found
 
     def check_time(self) -> None:
         """Raise when the time of this call is spent, or the process that began this one was killed."""
@@ -113,7 +139,7 @@ class Session:
             raise OutOfTime("the time of this call is spent: the same command goes on where it stopped")
 
     def trained(
-        self, recipe: Recipe, prepared: Prepared, seed: int, probe: Probe | None = None, every: int = 0,
+        self, recipe: Recipe, prepared: AnyPrepared, seed: int, probe: Probe | None = None, every: int = 0,
         resume: bool = True,
     ) -> Trained:  # fmt: skip
         """The network of a recipe and a seed: from ``work`` if it is there, trained (on) if not.
@@ -147,7 +173,7 @@ class Session:
         return Trained(recipe, seed, probes, known["steps"], known["seconds"], folder, read)
 
     def _train(
-        self, recipe: Recipe, prepared: Prepared, seed: int, folder: Path, facts: dict[str, Any],
+        self, recipe: Recipe, prepared: AnyPrepared, seed: int, folder: Path, facts: dict[str, Any],
         probe: Probe | None, every: int, resume: bool,
     ) -> dict[str, Any]:  # fmt: skip
         model = recipe.build(prepared.data.shape, prepared.data.num_outputs, seed)
@@ -179,6 +205,7 @@ class Session:
         result = fit(
             model, prepared.data, training, folder=folder, resume=resume, progress=self.progress, label=label,
             callback=callback, fabric=self.processes.fabric,
+            validation=None if training.early_stopping is None else prepared.validation,
         )  # fmt: skip
         origin = {"created": now(), "commit": commit(), "hardware": hardware(), "torch": torch.__version__}
         known = {"facts": facts, "steps": result.step, "seconds": result.seconds, **origin}
@@ -241,7 +268,9 @@ class Session:
         """
         rows = prepared.data.test if split == "test" else prepared.validation
         # Weights are sampled once per batch and draw: on a CPU too, many small inputs go at a time.
-        small = self.device.type == "cuda" or rows.inputs[:1].numel() <= 1024
+        small = self.device.type == "cuda" or (
+            rows.inputs[:1].numel() <= 1024 and prepared.data.kind != "text"
+        )
         scaling, size = prepared.data.scaling, min(10_000 if small else 1000, len(rows))
         where = rows.to(self.device)
         batches = (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import compiling
-from slimbayes.data import Dataset
+from slimbayes.data import Dataset, RecordDataset
 from slimbayes.evaluate import evaluate
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError
 from slimbayes.record import find_record, unwrap
@@ -70,15 +70,15 @@ def fit(
 ) -> FitResult:
     """Train a converted model in place on nll + kl_weight · KL / num_data.
 
-    ``data``: a pair of tensors (inputs, targets), a slimbayes ``Dataset`` or ``Split``, a DataLoader, or a list
-    of (inputs, targets) batches with ``num_data``. ``validation``: the same, or a fraction to hold out; with
-    ``early_stopping`` the weights of the best validation NLL are put back at the end. ``settings`` is a
-    ``Training``; single ones may be given by name: ``sb.fit(model, data, epochs=10, lr=0.01)``. With a ``folder``
-    the run writes its state and history there and ``resume=True`` goes on where it stopped, to the same weights.
-    A row of history holds the means over the steps since the row before; there is one every ``log_every`` steps
-    and at the end of an epoch. ``callback(step, row)`` is called with each; if it raises
-    ``slimbayes.training.StopTraining`` the state is kept first. ``on_start()`` is called once, when everything has been
-    checked and before anything is written.
+    ``data``: a pair of tensors (inputs, targets), a slimbayes ``Dataset``, ``Split`` or ``RecordDataset``, a
+    DataLoader, or a list of (inputs, targets) batches with ``num_data``. ``validation``: the same (a ``RecordDataset``
+    has a part for it), or a fraction to hold out; with ``early_stopping`` the weights of the best validation NLL are
+    put back at the end. ``settings`` is a ``Training``; single ones may be given by name:
+    ``sb.fit(model, data, epochs=10, lr=0.01)``. With a ``folder`` the run writes its state and history there and
+    ``resume=True`` goes on where it stopped, to the same weights. A row of history holds the means over the steps
+    since the row before; there is one every ``log_every`` steps and at the end of an epoch. ``callback(step, row)`` is
+    called with each; if it raises ``slimbayes.training.StopTraining`` the state is kept first. ``on_start()`` is called
+    once, when everything has been checked and before anything is written.
 
     >>> import slimbayes as sb
     >>> _ = torch.manual_seed(0)
@@ -139,7 +139,7 @@ class Run:
         )
         self.target_scaling = data.target_scaling if isinstance(data, Dataset) else None
         self.per_epoch = len(self.source)
-        known = data.train if isinstance(data, Dataset) else as_split(data)
+        known = data.train if isinstance(data, (Dataset, RecordDataset)) else as_split(data)
         # Hashing the data takes a moment, and only a run that can be resumed needs it.
         self.fingerprint = known.fingerprint() if known is not None and folder is not None else ""
         if self.per_epoch == 0:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from slimbayes.data import Batches, Dataset, Scaling, Split, StreamedDataset
+from slimbayes.data import Batches, Dataset, RecordDataset, Scaling, Split, StreamedDataset
 from slimbayes.evaluate import as_pair
 from slimbayes.training.settings import Training
 
@@ -106,7 +106,8 @@ def make_source(
         scaling, target_scaling = data.scaling, data.target_scaling
         data = data.train if train else data.test
     split = as_split(data)
-    if settings.batch_size % world and (split is not None or isinstance(data, StreamedDataset)):
+    divided = split is not None or isinstance(data, (StreamedDataset, RecordDataset))
+    if settings.batch_size % world and divided:
         raise ValueError(
             f"batch_size={settings.batch_size} cannot be divided evenly among {world} processes, and uneven parts "
             f"would be weighted wrongly: use a multiple of {world}"
@@ -124,6 +125,11 @@ def make_source(
         return data.batches(
             "train" if train else "test", settings.batch_size, rank=rank, world=world, drop_last=train,
             device=device, workers=settings.workers, channels_last=settings.channels_last,
+        )  # fmt: skip
+    if isinstance(data, RecordDataset):
+        return data.batches(
+            "train" if train else "validation", settings.batch_size, seed=settings.seed, rank=rank, world=world,
+            drop_last=train and len(data.train) >= settings.batch_size, device=device,
         )  # fmt: skip
     if isinstance(data, Source):
         return data

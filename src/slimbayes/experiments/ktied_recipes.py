@@ -47,7 +47,7 @@ SIZES: dict[tuple[str, str], Size] = {
     ("cifar100", "paper"): Size("cifar100", _LENET, 300, 1024, 3, 100, 10_000, _PROBES, 250),
     ("imdb", "smoke"): Size("digits", "lstm(words=256, embedding=8, hidden=8)", 1, 256, 1, 2, 200, (2, 4), 2),
     ("imdb", "desk"): Size("imdb", _LSTM, 4, 128, 1, 4, 5_000, (312, 624), 312),
-    ("imdb", "gpu"): Size("imdb", _LSTM, 24, 128, 3, 20, 5_000, (936, 1872, 3744), 468),
+    ("imdb", "gpu"): Size("imdb", _LSTM, 16, 128, 3, 10, 5_000, (624, 1248, 2496), 312),
     ("imdb", "paper"): Size("imdb", _LSTM, 300, 128, 3, 100, 5_000, _PROBES, 250),
     ("resnet", "smoke"): Size("digits", "tfp_resnet(widths=(8, 8, 8, 8))", 1, 256, 1, 2, 0),
     ("resnet", "desk"): Size("cifar10", "tfp_resnet", 1, 128, 1, 4, 0, lr_scale=20.0),

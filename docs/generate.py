@@ -26,14 +26,15 @@ Layers marked * are converted by default (EMP and ECMP have a `patch` of their o
 `include` or a rule selects them."""
 MODULES = """\
 `DeepEnsemble` copies whole modules and `Deterministic` changes nothing, so both take modules of any type. The
-other methods recognise layers by their exact type; a subclass is left alone. Recurrent and attention layers
+other methods recognise layers by their exact type; a subclass is left alone. Classes derived from torch's recurrent
+and attention layers
 ({kinds})
-have no converted class yet: by default they are left alone with a warning, and selecting one is an error."""
+have no converted class: by default they are left alone with a warning, and selecting one is an error."""
 LIMITS = """\
 ## Limits within a supported pair
 
-- `estimator="local"` is exact for a `Linear` layer on one vector per example; for convolutions and sequences,
-  where a weight is used at several positions, it samples those outputs independently.
+- `estimator="local"` is exact for a `Linear` layer on one vector per example; for convolutions, sequences and
+  attention, where a weight is used at several positions, it samples those outputs independently.
 - `BatchNorm` statistics are computed over all rows of a draw, so components and samples share them. Only the
   members of a `DeepEnsemble` have their own, and the components of `EMP(own_statistics=True)`.
 - In draws `EmbeddingBag` needs a 2-D input `[batch, bag size]`: offsets into a flat one cannot be tiled.

@@ -104,7 +104,7 @@ def trained_step(model, inputs, targets, lr=0.05, **draw_options):
 
 @contextlib.contextmanager
 def quiet():
-    """Silence torch's own warnings about nested tensors and ours about attention left alone."""
+    """Silence torch's own warnings about nested tensors and ours about layers left alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

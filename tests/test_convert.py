@@ -266,11 +266,15 @@ class OwnLSTM(nn.LSTM):
     """A class of the user's, whose forward pass may be anything."""
 
 
+class OwnAttention(nn.MultiheadAttention):
+    """Likewise."""
+
+
 class Sequence(nn.Module):
     def __init__(self):
         super().__init__()
         self.lstm = OwnLSTM(3, 4, batch_first=True)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.attention = OwnAttention(4, 2, batch_first=True)
         self.cell = nn.GRUCell(4, 4)
         self.head = nn.Linear(4, 2)
 
@@ -281,8 +285,10 @@ class Sequence(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["rank1", "meanfield", "mc_dropout", "drop_connect"])
-def test_attention_and_derived_recurrent_layers_are_left_alone_with_a_warning(method):
-    with pytest.warns(UserWarning, match=r"left alone: lstm \(OwnLSTM\), attention ") as caught:
+def test_derived_layers_are_left_alone_with_a_warning(method):
+    with pytest.warns(
+        UserWarning, match=r"left alone: lstm \(OwnLSTM\), attention \(OwnAttention\)"
+    ) as caught:
         model = sb.bayesianize(Sequence(), METHODS[method]())
     assert caught[0].filename == __file__
     assert converted_names(model) == ["cell", "head"]
@@ -295,7 +301,7 @@ def test_attention_and_derived_recurrent_layers_are_left_alone_with_a_warning(me
 
 
 @pytest.mark.parametrize("name", ["lstm", "attention"])
-def test_attention_and_derived_recurrent_layers_that_are_included_raise(name):
+def test_derived_layers_that_are_included_raise(name):
     kind = type(getattr(Sequence(), name)).__name__
     with pytest.raises(
         TypeError, match=rf"Rank1 cannot convert layer '{name}' of type {kind}.*exclude='{name}'"

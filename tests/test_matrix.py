@@ -362,7 +362,11 @@ def test_refused(name, kind):
     convert(model, sb.EMP())
 
 
-@pytest.mark.parametrize("kind", [nn.MultiheadAttention])
+class OwnAttention(nn.MultiheadAttention):
+    """A class of the user's, whose forward pass may be anything."""
+
+
+@pytest.mark.parametrize("kind", [OwnAttention])
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("DeepEnsemble", "Deterministic")])
 def test_unsupported_layers(name, kind):
     assert issubclass(kind, UNSUPPORTED)
@@ -508,7 +512,8 @@ def test_inductor(branches):
 
 def test_the_matrix_is_whole():
     titles = {layer.title for layer in TABLE.values()}
-    sequences = {layer.title for layer in RECURRENT.values()}  # which tests/layers holds against torch's
+    # Which tests/layers holds against torch's.
+    sequences = {layer.title for layer in (*RECURRENT.values(), TABLE[nn.MultiheadAttention])}
     generate = _generator()
     assert set(generate.methods()) == set(METHODS)
     assert set(generate.layers()) == titles | {TransposedLinear.title}

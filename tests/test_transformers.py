@@ -8,6 +8,7 @@ from helpers_networks import METHODS, NOISELESS, PER_EXAMPLE, quiet, trained_ste
 from torch import nn
 
 import slimbayes as sb
+from slimbayes.record import converted_layers
 
 transformers = pytest.importorskip("transformers")
 
@@ -131,6 +132,29 @@ def test_seeds_survive_batch_and_sample_splits(method):
     if method in PER_EXAMPLE:
         same = sb.draw(model, input_ids=IDS[:1].expand(2, -1), seed=9).logits
         assert (same[:, 0] - same[:, 1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("network", ["bert", "gpt2"])
+def test_attention_is_random_through_its_linear_layers(network):
+    """Whichever way attention is computed: at the mean the plain network, and the same draws of a seed."""
+    build, inputs, _ = NETWORKS[network]
+    names = {"bert": r"attention\.(self\.|output\.dense)", "gpt2": r"\.attn\."}
+    for method in ("rank1", "meanfield", "local"):
+        found = {}
+        for way in ("eager", "sdpa"):
+            plain = build().eval()
+            plain.set_attn_implementation(way)
+            expected = plain(**inputs).logits
+            torch.manual_seed(1)
+            model = sb.bayesianize(plain, METHODS[method](), include=names[network]).eval()
+            assert model.config._attn_implementation == way
+            assert len(converted_layers(model)) == {"bert": 8, "gpt2": 4}[network]
+            found[way] = sb.draw(model, **inputs, samples=2, seed=1).logits
+            if method == "rank1":
+                mean = sb.draw(unit_factors(model), **inputs, noise="mean").logits
+                torch.testing.assert_close(mean, expected.expand_as(mean), rtol=1e-5, atol=1e-5)
+            assert (found[way][0] - found[way][1]).abs().max() > 1e-3
+        torch.testing.assert_close(found["eager"], found["sdpa"], rtol=1e-4, atol=1e-5)
 
 
 def test_gpt2_head_and_embedding_share_one_posterior():

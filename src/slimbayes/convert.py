@@ -136,7 +136,8 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
     silent = [f"{name} ({kind})" for name, kind, why in plan.left_alone if why.endswith(NO_CLASS)]
     if silent:
         warnings.warn(
-            f"left alone: {', '.join(silent)}; attention and derived recurrent layers have {NO_CLASS}",
+            f"left alone: {', '.join(silent)}; classes derived from torch's recurrent and attention layers have "
+            f"{NO_CLASS}",
             stacklevel=3,
         )
 
@@ -146,7 +147,7 @@ def _convert_layer(module: nn.Module, name: str, method: Method, shared: Shared)
     assert layer_class is not None
     module.__class__ = layer_class
     if isinstance(module, Several):
-        shared.join([parameter for parameter in module._parameters.values() if parameter is not None])
+        shared.join(list(module.parameters()))
         module.attach(name or module.title, lambda kernel, own: method.attach(kernel, own, shared))
         return
     assert isinstance(module, Converted)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from slimbayes import fast
@@ -134,6 +135,7 @@ def flatten_inputs(
     if len(inputs) == 1 and not named and not shared and type(inputs[0]) is Tensor:
         leaves, spec = list(inputs), _ONE  # most networks, most calls
     else:
+        _refuse_packed(inputs, named)
         leaves, spec = pytree.tree_flatten((inputs, named))
     whole = _whole_leaves(model, inputs, named, shared)
     batch = _batch_size(leaves, whole)
@@ -143,6 +145,20 @@ def flatten_inputs(
         if i not in whole and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
     }
     return FlatInputs(leaves, spec, tiled, batch)
+
+
+def _refuse_packed(inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """A packed sequence mixes the examples of a batch: it has no axis to repeat."""
+    for name, value in [*enumerate(inputs), *named.items()]:
+        values: Any = value.values() if isinstance(value, dict) else value
+        if isinstance(value, PackedSequence) or not isinstance(value, (dict, list, tuple)):
+            values = (value,)
+        if any([isinstance(item, PackedSequence) for item in values]):
+            raise TypeError(
+                f"input {name!r} is a PackedSequence, which mixes the examples of the batch: no draw can repeat them. "
+                f"Hand over padded sequences [batch, time, ...] and their lengths, a tensor [batch], and pack "
+                f"inside the network: pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)"
+            )
 
 
 def draw_flat(

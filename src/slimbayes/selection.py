@@ -159,12 +159,8 @@ def _first_rule(rules: list[Choice], name: str, module: nn.Module, outline: Outl
 def _refusal(method: Method, module: nn.Module) -> str | None:
     layer = converted_class(module)
     if layer is None:
-        kind = (
-            "attention layers have"
-            if isinstance(module, nn.MultiheadAttention)
-            else "this recurrent layer has"
-        )
-        return f"{kind} {NO_CLASS}"
+        kind = "an attention" if isinstance(module, nn.MultiheadAttention) else "a recurrent"
+        return f"a class derived from {kind} layer has {NO_CLASS}"
     return method.refuses(layer)
 
 
@@ -206,7 +202,13 @@ def _plan_ensemble(
 
 
 def _check_rows_first(name: str, module: nn.Module) -> None:
-    """Members are told apart by the first axis of inputs and outputs, which a recurrent layer's states lack."""
+    """Members are told apart by the first axis of inputs and outputs: not in a recurrent layer's states, for one."""
+    if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+        raise TypeError(
+            f"DeepEnsemble cannot convert layer {name!r} of type {type(module).__name__} by itself: it has the batch "
+            f"in its second dimension. Build it with batch_first=True, or convert the whole network or a module around "
+            f"it that takes and returns tensors with the batch outermost"
+        )
     if isinstance(module, nn.RNNBase):
         raise TypeError(
             f"DeepEnsemble cannot convert layer {name!r} of type {type(module).__name__} by itself: its states have "
@@ -253,9 +255,14 @@ def check_ensemble_ties(modules: dict[str, nn.Module], plan: Plan) -> None:
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of a layer: one, or those of its kernels."""
+    """The weights of a layer: one, or those of its kernels; of an attention layer that of its child too."""
     own = module._parameters
-    names = [n for n in own if n.startswith("weight_")] if type(module) in RECURRENT else ["weight"]
+    names = ["weight"]
+    if type(module) in RECURRENT:
+        names = [n for n in own if n.startswith("weight_")]
+    elif type(module) is nn.MultiheadAttention:
+        own = {**own, **module.out_proj._parameters}
+        names = [n for n in own if n.endswith("weight")]
     return [weight for weight in map(own.get, names) if weight is not None]
 
 
@@ -263,8 +270,9 @@ def follow_ties(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
     """Modules tied to a weight that becomes random share its posterior, so they are converted with it."""
     owners: dict[int, list[str]] = {}
     modules = dict(model.named_modules())
+    inside = {f"{n}.out_proj".lstrip(".") for n, m in modules.items() if type(m) is nn.MultiheadAttention}
     for name, module in modules.items():
-        for weight in _weights(module):
+        for weight in _weights(module) if name not in inside else []:
             owners.setdefault(id(weight), []).append(name)
     for name, index in list(plan.layers.items()):
         if not methods[index].traits.randomizes_weight:

@@ -187,6 +187,16 @@ def test_kl_is_the_sum_over_the_kernels():
         torch.testing.assert_close(sb.kl(model), total, rtol=1e-10, atol=0)
 
 
+def test_kl_after_a_draw_counts_every_bias_once():
+    """Under flipout a kernel's weight is sampled without its mean, and its bias with it."""
+    for kind in (sb.MeanField, sb.KTied):
+        model = sb.bayesianize(nn.Sequential(Sequences(), nn.Linear(HIDDEN, 2)), kind(estimator="flipout"))
+        before = sb.kl(model)
+        for seed in (None, 1):
+            sb.draw(model, inputs(dtype=torch.float32), samples=2, seed=seed)
+            torch.testing.assert_close(sb.kl(model), before, rtol=1e-5, atol=0)
+
+
 def test_kl_of_factors_and_tied_spreads():
     model = convert(Sequences(proj_size=2, bidirectional=True), "rank1")
     total = 0.0

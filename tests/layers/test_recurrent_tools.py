@@ -200,6 +200,19 @@ def test_the_ensemble_of_a_network_with_recurrent_layers():
     assert draws.shape == (3, BATCH, 2) and not torch.allclose(draws[0], draws[1])
 
 
+@pytest.mark.parametrize("verb", [sb.draw, sb.predict])
+def test_packed_sequences_are_no_inputs_of_a_draw(verb):
+    model = sb.bayesianize(nn.LSTM(SIZE, HIDDEN), sb.MeanField())
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(2, SIZE), torch.zeros(1, SIZE)])
+    for args, named, name in (
+        ((packed,), {}, "0"),
+        ((), {"input": packed}, "'input'"),
+        (({"x": packed},), {}, "0"),
+    ):
+        with pytest.raises(TypeError, match=f"input {name} is a PackedSequence.*lengths.*pack inside"):
+            verb(model, *args, **named)
+
+
 @pytest.mark.parametrize("method", ["meanfield", "rank1"])
 def test_compiled(method):
     """The layer, or the whole draw, is left to eager code; nothing of the draw stays behind."""

@@ -183,7 +183,9 @@ def _look(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> tuple[Byprodu
             if found is None or not _alike(found[0], known) or not own_parameter(op, which, found[0].loc):
                 continue
             known.add(source, *found)
-            centred.append(alone)
+            centred.append(
+                alone and (which == "weight" or not op.partial)
+            )  # a kernel's bias is sampled whole
     return known, centred
 
 

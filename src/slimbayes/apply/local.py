@@ -45,6 +45,14 @@ def thin_factors_of_logs(log_u: Tensor, log_v: Tensor) -> tuple[Tensor, Tensor]:
     return both[: len(log_u)], both[len(log_u) :]
 
 
+def local_squares(op: Operation, weight: d.Spread) -> tuple[Tensor, ...]:
+    """σ² [out, in] of a matrix, or the thin factors Aᵀ and B of a k-tied one: Var[y | x] = B Aᵀ x²."""
+    if isinstance(weight, d.KTiedNormal):
+        a, b = thin_factors(*op.matrix_sides(weight.u, weight.v))
+        return a.t(), b
+    return (weight.scale.square(),)  # type: ignore[union-attr]
+
+
 def local_variance(op: Operation, inputs: Inputs, weight: d.Spread) -> Tensor:
     """Var[y | x] = op(x², σ²); for a k-tied matrix by k(k+1)/2 thin products instead of one m×n."""
     squares = list(inputs)

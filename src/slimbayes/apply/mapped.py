@@ -22,11 +22,26 @@ class Flips:
 
 
 @dataclass
+class Local:
+    """Noise on every output by itself, y + ε ∘ √(Q x²), where ``squares`` are the factors of Q = σ² [out, in]."""
+
+    squares: tuple[Tensor, ...]  # the first is applied first; the last has the rows of the kernel
+    noise: Callable[[Tensor], Tensor]  # ε for an output [R, ..., out]
+
+    def stddev(self, x: Tensor) -> Tensor:
+        """Of the outputs for x [..., in]; where it is zero its square root has no finite slope."""
+        variance = x.square()
+        for matrix in self.squares:
+            variance = F.linear(variance, matrix)
+        return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+
+
+@dataclass
 class Mapped:
     """The tensors of one kernel. Weight and bias have a leading axis of groups of rows: 1, or what divides the draws.
 
     ``inner`` [R, in], ``outer`` and ``shift`` [R, out] differ from row to row; ``before`` changes the kernel's
-    whole input [R, ..., in], where that is not the layer's own state.
+    whole input [R, ..., in], where that is not the layer's own state. ``local`` is for layers without a state.
     """
 
     weight: Tensor
@@ -35,12 +50,13 @@ class Mapped:
     outer: Tensor | None = None
     shift: Tensor | None = None
     flips: Flips | None = None
+    local: Local | None = None
     before: Callable[[Tensor], Tensor] | None = None
 
     @property
     def by_group(self) -> bool:
         """Whether all rows of a group meet the same weight and bias."""
-        return self.inner is None and self.outer is None and self.shift is None and self.flips is None
+        return all([own is None for own in (self.inner, self.outer, self.shift, self.flips, self.local)])
 
     @property
     def groups(self) -> int:

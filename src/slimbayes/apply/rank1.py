@@ -138,7 +138,8 @@ class Rank1Rule(Rule):
                 t for t in (r, None if s is None else nn.functional.linear(s, op.weight)) if t is not None
             ]
             shift = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-            if shift.shape[2] > 1:
+            # A bias may be that of several kernels, and longer than this one's output.
+            if shift.shape[2] > 1 or (bias is not None and bias.shape[-1] != shift.shape[-1]):
                 return Mapped(weight, bias, shift=by_row(shift, frame))
             own = by_draw(shift)
             return Mapped(weight, own if bias is None else own + expand_groups(bias, own.shape[0]))

@@ -11,8 +11,14 @@ from slimbayes import context, fast
 from slimbayes import distributions as d
 from slimbayes.apply import fused
 from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, per_draw, rowwise, sample, scale_inputs
-from slimbayes.apply.local import add_thin_noise, local_variance, thin_factors, thin_factors_of_logs
-from slimbayes.apply.mapped import Flips, Mapped, by_row
+from slimbayes.apply.local import (
+    add_thin_noise,
+    local_squares,
+    local_variance,
+    thin_factors,
+    thin_factors_of_logs,
+)
+from slimbayes.apply.mapped import Flips, Local, Mapped, by_row
 from slimbayes.apply.weights import by_kernel, make_weights, sample_weights
 from slimbayes.context import Frame
 from slimbayes.kernels.local import local_noise, thin_squares
@@ -79,10 +85,15 @@ class SampledRule(Rule):
         return per_draw(op, inputs, own, None if op.bias is None else self._per_draw(op, "bias", frame))
 
     def mapped(self, op: Operation, frame: Frame) -> Mapped:
-        """One sample per draw; under flipout the mean, with one Δ per draw and signs for every row."""
+        """One sample per draw; under flipout the mean, with one Δ per draw and signs for every row.
+
+        local: the mean, with noise on every output, and a bias for every row.
+        """
         if frame.noise == "mean":
             weight, bias = self._spreads(op)
             return Mapped(weight.point().unsqueeze(0), None if bias is None else bias.point().unsqueeze(0))
+        if self.estimator == "local" and frame.noise == "example":
+            return self._mapped_local(op, frame)
         own = None if op.bias is None else self._per_draw(op, "bias", frame)
         if self.estimator != "flipout" or frame.noise != "example":
             return Mapped(self._per_draw(op, "weight", frame), own)
@@ -92,6 +103,19 @@ class SampledRule(Rule):
             for which, size in (("signs_in", op.fan_in), ("signs_out", op.output_size))
         )
         return Mapped(op.weight.unsqueeze(0), own, flips=Flips(delta, inner, outer))
+
+    def _mapped_local(self, op: Operation, frame: Frame) -> Mapped:
+        weight = self._spreads(op)[0]
+
+        def noise(y: Tensor) -> Tensor:
+            shape = (frame.extra, *y.shape[1:])
+            made = frame.noise_like("normal", f"{self.name}.local", shape, y.dtype, y.device, True)
+            return made.flatten(0, 3)  # [R, ..., out]
+
+        shift = None if op.bias is None else by_row(self._bias_by_example(op, frame), frame)
+        return Mapped(
+            weight.point().unsqueeze(0), None, shift=shift, local=Local(local_squares(op, weight), noise)
+        )
 
     def _signs(self, op: Operation, which: str, channels: int, frame: Frame) -> Tensor:
         """±1 [K, S, B, channels], one for every example of a draw."""
@@ -219,10 +243,13 @@ class SampledRule(Rule):
         """y + b with a bias of its own for every example."""
         if op.bias is None:
             return y
+        return rowwise(y, self._bias_by_example(op, frame), op.output_axis, frame, torch.add)
+
+    def _bias_by_example(self, op: Operation, frame: Frame) -> Tensor:
+        """A bias for every example, [K, S, B, C]; [1, 1, 1, C] where it is a point."""
         bias = self.bias(op.bias) if self.bias is not None else d.Delta(op.bias)
         source = self.bias_source + ".example"
-        value = frame.once(source, lambda: sample(bias, frame, source, True, False))
-        return rowwise(y, value, op.output_axis, frame, torch.add)
+        return frame.once(source, lambda: sample(bias, frame, source, True, False))
 
     def _local(self, op: Operation, inputs: Inputs, frame: Frame) -> Tensor:
         weight = self.weight(op.weight) if self.weight is not None else d.Delta(op.weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from slimbayes.layers.attention import BayesMultiheadAttention
 from slimbayes.layers.base import Converted
 from slimbayes.layers.cells import BayesGRUCell, BayesLSTMCell, BayesRNNCell
 from slimbayes.layers.conv import (
@@ -47,6 +48,7 @@ WEIGHTED: dict[type[nn.Module], Layer] = {
     nn.ConvTranspose3d: BayesConvTranspose3d,
     nn.Bilinear: BayesBilinear,
     **RECURRENT,
+    nn.MultiheadAttention: BayesMultiheadAttention,
 }
 NORMS: dict[type[nn.Module], Layer] = {
     nn.BatchNorm1d: BayesBatchNorm1d,
@@ -62,8 +64,8 @@ EMBEDDINGS: dict[type[nn.Module], Layer] = {
 }
 TABLE: dict[type[nn.Module], Layer] = {**WEIGHTED, **NORMS, **EMBEDDINGS}
 
-# Known layers with weights that have no converted class, among them classes derived from torch's recurrent layers:
-# never skipped without a word.
+# Classes derived from torch's recurrent and attention layers, whose forward pass may do anything: they have no
+# converted class, and are never skipped without a word.
 UNSUPPORTED: tuple[type[nn.Module], ...] = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Loading(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         for name in self.component_tensors:
-            expand_saved(state_dict, prefix + name, getattr(self, name))
+            expand_saved(state_dict, prefix + name, attrgetter(name)(self))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

@@ -1,4 +1,4 @@
-"""A layer with several weight matrices, each a kernel with a rule of its own: recurrent layers and their cells.
+"""A layer with several weight matrices, each a kernel with a rule of its own: recurrent layers, cells, attention.
 
 A kernel looks like a layer to methods, the KL, checkpoints and analyses: it has a weight, a bias and a rule. The
 layer itself holds the parameters, under the names that torch gave them, and runs the kernels together.
@@ -28,6 +28,7 @@ class KernelNames(NamedTuple):
     weight: str
     bias: str | None
     recurrent: bool = False
+    child: str = ""  # the child of the layer that holds them, where it is not the layer itself
 
 
 class Kernel(Converted):
@@ -49,7 +50,8 @@ class Kernel(Converted):
         self.layer = layer
         self.key = names.key
         self.kind = type(owner)
-        self.store = owner._parameters
+        self.store = owner.get_submodule(names.child)._parameters
+        self.prefix = f"{names.child}." if names.child else ""
         self.names = {"weight": names.weight, "bias": names.bias}
         self.recurrent = names.recurrent
         self.component_tensors = ()
@@ -79,7 +81,7 @@ class Kernel(Converted):
 
     @property
     def output_size(self) -> int:
-        """Rows of the matrix: those of all gates."""
+        """Rows of the matrix: those of all gates or projections."""
         return int(self.weight.shape[-2])
 
     @property
@@ -126,13 +128,14 @@ class Several(Loading, ABC):
         for kernel in self.kernels:
             rules[kernel.key] = kernel.bayes = make(kernel, f"{source}.{kernel.key}")
             grown = [kernel.names[which] for which in kernel.component_tensors]
-            self.component_tensors += tuple([name for name in grown if name is not None])
+            self.component_tensors += tuple([kernel.prefix + name for name in grown if name is not None])
         self.bayes = nn.ModuleDict(rules)
 
     def _check_plain(self, source: str, names: list[KernelNames]) -> None:
         for own in names:
+            held = self.get_submodule(own.child)._parameters
             for name in (own.weight, own.bias):
-                if name is not None and self._parameters.get(name) is None:
+                if name is not None and held.get(name) is None:
                     raise ValueError(
                         f"layer {source!r} computes its {name!r} from other parameters (weight_norm, pruning or the "
                         f"like); remove that before the conversion, or leave the layer out with exclude={source!r}"

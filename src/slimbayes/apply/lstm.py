@@ -33,9 +33,13 @@ def usable(ih: Mapped, hh: Mapped, x: Tensor, state: tuple[Tensor, ...]) -> bool
     return all([t.dtype == x.dtype for t in given])
 
 
-def by_lines(x: Tensor) -> bool:
-    """Whether compiled steps take factors that all rows of a draw share: these are not folded into a weight then."""
-    return not torch.is_grad_enabled() and kernels.usable(x)
+def by_lines(x: Tensor, rows: int, size: int) -> bool:
+    """Whether factors that all rows of a draw share are better not folded into a weight of its own.
+
+    So it is with compiled steps, where a draw has few rows: torch's kernel for each of them would do little at a time.
+    """
+    few = rows * 4 * size <= _PART * torch.get_num_threads()
+    return few and not torch.is_grad_enabled() and kernels.usable(x)
 
 
 def run(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, reverse: bool) -> Pair:
@@ -132,8 +136,8 @@ class _Unrolled(torch.autograd.Function):
         given, plan = Given(*tensors), ctx.plan
         x, h, c, w, u, s_in, r_in, s, r, offset = given
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        of_w, of_u, of_s_in = (None if t is None else torch.zeros_like(t) for t in (w, u, s_in))
-        of_r_in, of_s, of_r = (None if t is None else _zeros(t) for t in (r_in, s, r))
+        of_w, of_u = torch.zeros_like(w), torch.zeros_like(u)
+        of_s_in, of_r_in, of_s, of_r = (None if t is None else _zeros(t) for t in (s_in, r_in, s, r))
         of_offset = None if offset is None else h.new_zeros(plan.rows, 4 * plan.size)
         down, carry = (
             _zeros(h),
@@ -160,7 +164,7 @@ class _Unrolled(torch.autograd.Function):
             own = None if of_x is None else of_x[_slice(block)]
             _input_back(inner[:count], x[_slice(block)], w, s_in, of_w, of_s_in, own)
         back.scale_down(h)
-        if of_offset is not None and offset.shape[0] == 1:
+        if of_offset is not None and offset is not None and len(offset) == 1:
             of_offset = of_offset.sum(0, keepdim=True)
         return of_x, down, carry, of_w, of_u, of_s_in, of_r_in, of_s, of_r, of_offset, None, None
 
@@ -207,6 +211,8 @@ def _in_parts(given: Given, reverse: bool, every: bool) -> tuple[Tensor, Tensor]
     """The same without gradients, few rows at a time: all that a step touches then stays in a cache."""
     x, h, c, w, u, *factors = given
     rows, batch = len(h), x.shape[1]
+    if rows == 0:
+        return _forwards(given, reverse, every, False)[:2]
     size = max(1, _PART * torch.get_num_threads() // (4 * h.shape[1]))
     each = max([rows // len(t) for t in factors if t is not None and len(t) > 1], default=1)  # to a line
     if batch < rows:  # whole draws, which share x
@@ -223,7 +229,7 @@ def _in_parts(given: Given, reverse: bool, every: bool) -> tuple[Tensor, Tensor]
 
 
 def _lines(factor: Tensor, start: int, size: int, rows: int) -> Tensor:
-    each = max(1, rows // len(factor))
+    each = rows // len(factor)
     return factor[start // each : (start + size) // each]
 
 

@@ -1,4 +1,4 @@
-"""The steps of an LSTM whose rows have factors of their own: all but the products, by torch or the kernels of lstm.c."""
+"""The steps of an LSTM whose rows have factors of their own: all but the products, by torch or by lstm.c."""
 
 from __future__ import annotations
 
@@ -80,8 +80,10 @@ class Forward:
 
 @dataclass
 class Backward:
-    """What gradients are made of, and where they go: ``inner`` and ``outer`` [L, R, 4H] are those of W (s_in ∘ x) and
-    U (s ∘ h) in a block, ``down`` that of s ∘ h, ``carry`` of c; the others are sums over steps.
+    """What gradients are made of, and where they go.
+
+    ``inner`` and ``outer`` [L, R, 4H] are those of W (s_in ∘ x) and U (s ∘ h) in a block, ``down`` is that of s ∘ h,
+    ``carry`` that of c; the others are sums over steps.
     """
 
     given: Given
@@ -133,10 +135,10 @@ class Backward:
             _ungate(self.gates[t], self.cells[t], previous, grad, self.carry, made, room)
             if self.of_offset is not None:
                 self.of_offset.add_(made)
-            if self.of_r is not None:
+            if self.of_r is not None and g.r is not None:
                 self.of_r.addcmul_(made, self.products[t])
                 torch.mul(made, g.r, out=outer)
-            if self.of_r_in is not None:
+            if self.of_r_in is not None and g.r_in is not None:
                 self.of_r_in.addcmul_(made, self.inputs[t])
                 torch.mul(made, g.r_in, out=inner)
 
@@ -144,7 +146,7 @@ class Backward:
 
     def scale_down(self, h: Tensor) -> None:
         """The gradient of s ∘ h to those of s and h."""
-        if self.of_s is not None:
+        if self.of_s is not None and self.given.s is not None:
             self.of_s.addcmul_(self.down, h)
             self.down.mul_(self.given.s)
 

@@ -215,7 +215,8 @@ class _Recurrent(Several):
 
     def _by_lines(self, x: Tensor, states: State, frame: Frame) -> Maps | None:
         """The kernels with factors for every draw left out of their weights, where that takes less time."""
-        if self.mode != "LSTM" or self.proj_size > 0 or not lstm.by_lines(x):
+        rows = x.shape[1] // frame.draws if frame.tiled else x.shape[1]
+        if self.mode != "LSTM" or self.proj_size > 0 or not lstm.by_lines(x, rows, self.hidden_size):
             return None
         maps: Maps = {}
         for kernel in self.kernels:

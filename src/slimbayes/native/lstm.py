@@ -31,7 +31,7 @@ def inputs(x: Tensor, s: Tensor, rows: int) -> Tensor:
     >>> inputs(torch.ones(1, 1, 2), torch.tensor([[2.0, 3.0], [4.0, 5.0]]), 4).tolist()
     [[[2.0, 3.0], [2.0, 3.0], [4.0, 5.0], [4.0, 5.0]]]
     """
-    x, s = x if x.stride(2) == 1 else x.contiguous(), s.contiguous()
+    x, s = _dense(x), s.contiguous()
     steps, given, size = x.shape
     out = x.new_empty(steps, rows, size)
     if out.numel():
@@ -67,14 +67,15 @@ def forward(
     groups of neighbouring rows. A buffer of one step, [1, R, ·], is written over.
     """
     rows, size = out.shape[1:]
-    r_in, r, offset, s, c = (None if t is None else t.contiguous() for t in (r_in, r, offset, s, c))
+    r_in, r, offset, s = (None if t is None else t.contiguous() for t in (r_in, r, offset, s))
+    c = c.contiguous()
     tensors = (made, products, r_in, r, offset, s, c, gates, cells, out, scaled)
     strides = [0 if t is None or len(t) == 1 else t.stride(0) for t in (products, gates, cells)]
     plan = _FORWARD.pack(
         *_pointers(tensors),
         rows,
         size,
-        *[1 if t is None else max(1, rows // len(t)) for t in (r_in, r, offset, s)],
+        *[1 if t is None else max(1, rows // max(1, len(t))) for t in (r_in, r, offset, s)],
         *strides,
         out.stride(0),
     )
@@ -107,8 +108,9 @@ def backward(
     ``down`` is the gradient of s ∘ h' from the step after it; ``carry`` and the four sums are added to.
     """
     rows, size = out.shape[1:]
-    c, r_in, r, s = (None if t is None else t.contiguous() for t in (c, r_in, r, s))  # type: ignore[assignment]
-    grad_out, grad_c = (t if t is None or t.stride(2) == 1 else t.contiguous() for t in (grad_out, grad_c))  # type: ignore[assignment]
+    r_in, r, s = (None if t is None else t.contiguous() for t in (r_in, r, s))
+    c, grad_out = c.contiguous(), _dense(grad_out)
+    grad_c = None if grad_c is None else _dense(grad_c)
     tensors = (
         *(gates, cells, c, out, grad_out, grad_c, down, products, inputs, r_in, r, s),
         *(carry, inner, outer, of_r_in, of_r, of_s, of_offset),
@@ -116,6 +118,11 @@ def backward(
     of_cells = (0, 0) if grad_c is None else grad_c.stride()[:2]
     plan = _BACKWARD.pack(*_pointers(tensors), rows, size, *grad_out.stride()[:2], *of_cells)
     return _caller("slimbayes_lstm_backward", plan, rows * size, tensors)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With its last axis in neighbouring places."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _pointers(tensors: tuple[Tensor | None, ...]) -> list[int]:

@@ -19,7 +19,7 @@ from slimbayes.native import lstm as kernels
 from slimbayes.noise import transformed
 
 _BLOCK = 1 << 20  # numbers of a block's gates
-_PART = 1 << 17  # gates of the rows that a thread predicts together
+_PART = 1 << 18  # gates of the rows that a thread predicts together
 Pair = tuple[Tensor, tuple[Tensor, Tensor]]
 
 
@@ -217,7 +217,8 @@ def _in_parts(given: Given, reverse: bool, every: bool) -> tuple[Tensor, Tensor]
     each = max([rows // len(t) for t in factors if t is not None and len(t) > 1], default=1)  # to a line
     if batch < rows:  # whole draws, which share x
         each = batch
-    size = max(1, size // each) * each
+    count = -(-rows // (max(1, size // each) * each))
+    size = -(-rows // (count * each)) * each  # parts of about the same size
     out = x.new_empty(len(x), rows, h.shape[1])
     last = []
     for start in range(0, rows, size):

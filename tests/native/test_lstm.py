@@ -109,7 +109,7 @@ def test_factors_of_draws_stay_out_of_the_weights(monkeypatch, late, factors):
         x = torch.randn(rows, 4, SIZE)
         results = []
         for on in (True, False):
-            with monkeypatch.context() as patch, torch.no_grad(), sb.fast_paths(late=late):
+            with monkeypatch.context() as patch, torch.no_grad(), sb.fast_paths(late=late, native=True):
                 calls = []
                 forwards = lstm._forwards
                 patch.setattr(lstm, "_PART", part)

@@ -44,11 +44,11 @@ def test_nonlinearities():
 
 
 def kernel(rows, size, out, inner, outer, bias):
-    def some(*shape):
-        return torch.randn(*shape).mul_(0.5).requires_grad_()
+    def some(*shape, scale=0.5):
+        return torch.randn(*shape).mul_(scale).requires_grad_()
 
     return Mapped(
-        some(1, out, size),
+        some(1, out, size, scale=size**-0.5),  # or else a step would magnify roundings
         some(1, out) if bias else None,
         some(rows, size) if inner else None,
         some(rows, out) if outer else None,

@@ -104,6 +104,10 @@ class Rule(nn.Module, ABC):
         """Whether the KL of all its random tensors is among those ``seen``, by their names."""
         return False
 
+    def by_lines(self, op: Operation, frame: Frame) -> Mapped | None:
+        """One weight, with factors [draws, in] and [draws, out] for the rows of every draw; None where it is not so."""
+        return None
+
     def mapped(self, op: Operation, frame: Frame) -> Mapped:
         """The kernel's tensors in this call, for a layer that has several kernels."""
         raise TypeError(

@@ -6,18 +6,20 @@ inputs of a block meet W by one product, and the gradients of W, U and x are mad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimbayes.apply.mapped import Mapped
+from slimbayes.apply.lstm_steps import Backward, Forward, Given
+from slimbayes.apply.mapped import Mapped, expand_groups
+from slimbayes.native import lstm as kernels
 from slimbayes.noise import transformed
 
 _BLOCK = 1 << 20  # numbers of a block's gates
-_PART = 1 << 17  # gates of the rows that a thread predicts together
+_PART = 1 << 18  # gates of the rows that a thread predicts together
 Pair = tuple[Tensor, tuple[Tensor, Tensor]]
 
 
@@ -29,6 +31,15 @@ def usable(ih: Mapped, hh: Mapped, x: Tensor, state: tuple[Tensor, ...]) -> bool
         return False
     given = [*state, *[t for one in (ih, hh) for t in (one.weight, one.inner, one.outer) if t is not None]]
     return all([t.dtype == x.dtype for t in given])
+
+
+def by_lines(x: Tensor, rows: int, size: int) -> bool:
+    """Whether factors that all rows of a draw share are better not folded into a weight of its own.
+
+    So it is with compiled steps, where a draw has few rows: torch's kernel for each of them would do little at a time.
+    """
+    few = rows * 4 * size <= _PART * torch.get_num_threads()
+    return few and not torch.is_grad_enabled() and kernels.usable(x)
 
 
 def run(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, reverse: bool) -> Pair:
@@ -55,12 +66,13 @@ def run_padded(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, mask: Te
     return _turned(out, lengths) if reverse else out, (last_h, last_c)
 
 
-def _given(h: Tensor, ih: Mapped, hh: Mapped) -> tuple[Tensor | None, ...]:
+def _given(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped) -> Given:
     """W, U, the four factors and what is added, for rows like h."""
-    offsets = [t for t in (ih.offset(len(h)), hh.offset(len(h))) if t is not None]
+    rows = max([len(t) for t in (ih.inner, ih.outer, hh.inner, hh.outer) if t is not None], default=len(h))
+    offsets = [t for t in (ih.offset(rows), hh.offset(rows)) if t is not None]
     offset = None if not offsets else offsets[0] if len(offsets) == 1 else offsets[0] + offsets[1]
     weights = ih.weight.squeeze(0), hh.weight.squeeze(0)
-    return *weights, ih.inner, ih.outer, hh.inner, hh.outer, offset
+    return Given(x, h, c, *weights, ih.inner, ih.outer, hh.inner, hh.outer, offset)
 
 
 def _turned(x: Tensor, lengths: Tensor) -> Tensor:
@@ -87,10 +99,10 @@ class _Plan:
             block = range(start, min(start + length, self.steps))
             yield block[::-1] if self.reverse else block
 
-    def before(self, step: int) -> int | None:
-        """The step run before this one, None for the first."""
+    def before(self, step: int) -> int:
+        """The step run before this one, -1 for the first."""
         at = step + 1 if self.reverse else step - 1
-        return at if 0 <= at < self.steps else None
+        return at if at < self.steps else -1
 
 
 def _slice(block: range) -> slice:
@@ -107,7 +119,7 @@ class _Unrolled(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         *tensors, reverse, every = given
         kept = any(ctx.needs_input_grad)
-        out, last, saved = _forwards(tensors, reverse, every, kept)
+        out, last, saved = _forwards(Given(*tensors), reverse, every, kept)
         ctx.plan, ctx.every = _Plan(len(out), out.shape[1], out.shape[2], reverse), every
         if kept:
             ctx.save_for_backward(*saved, out, *tensors)
@@ -121,62 +133,60 @@ class _Unrolled(torch.autograd.Function):
                 "nn.LSTMCell in a loop"
             )
         inputs, products, gates, cells, out, *tensors = ctx.saved_tensors
-        x, h, c, w, u, s_in, r_in, s, r, offset = tensors
-        plan, needs = ctx.plan, ctx.needs_input_grad
-        of_x = torch.empty_like(x) if needs[0] else None
+        given, plan = Given(*tensors), ctx.plan
+        x, h, c, w, u, s_in, r_in, s, r, offset = given
+        of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         of_w, of_u = torch.zeros_like(w), torch.zeros_like(u)
-        of_s_in, of_r_in, of_s, of_r = (
-            None if t is None else torch.zeros_like(t) for t in (s_in, r_in, s, r)
+        of_s_in, of_r_in, of_s, of_r = (None if t is None else _zeros(t) for t in (s_in, r_in, s, r))
+        of_offset = None if offset is None else h.new_zeros(plan.rows, 4 * plan.size)
+        down, carry = (
+            _zeros(h),
+            _zeros(c) if ctx.every else grad_c.clone(memory_format=torch.contiguous_format),
         )
-        of_rows = None if offset is None else h.new_zeros(plan.rows, 4 * plan.size)
-        down, carry = torch.zeros_like(h), torch.zeros_like(c) if ctx.every else grad_c.clone()
-        room = [torch.empty_like(h) for _ in range(3)]
         blocks = list(plan.blocks())
         longest = max(map(len, blocks))
-        grad = h.new_empty(longest, plan.rows, 4 * plan.size)  # of z
-        inner, outer = torch.empty_like(grad), grad if r is None else torch.empty_like(grad)
+        inner = h.new_empty(longest, plan.rows, 4 * plan.size)
+        outer = inner if r is None and r_in is None else torch.empty_like(inner)
         states = h.new_empty(longest, plan.rows, plan.size)
+        of_cells = grad_c if ctx.every else None
+        back = Backward(
+            given, inputs, products, gates, cells, out, grad_out, of_cells, down, carry, inner, outer,
+            of_r_in, of_s, of_r, of_offset,
+        )  # fmt: skip
+        step = back.steps()
         for block in reversed(blocks):
-            first = min(block)
+            first, count = min(block), len(block)
             for t in reversed(block):
-                at = plan.before(t)
-                made, previous = grad[t - first], h if at is None else out[at]
-                torch.add(grad_out[t], down, out=room[2])
-                if ctx.every:
-                    carry.add_(grad_c[t])
-                _step_back(gates[t], cells[t], c if at is None else cells[at], room[2], carry, made, room)
-                if of_rows is not None:
-                    of_rows.add_(made)
-                own = made
-                if of_r is not None:
-                    of_r.addcmul_(made, products[t])
-                    own = torch.mul(made, r, out=outer[t - first])
-                if of_r_in is not None:
-                    of_r_in.addcmul_(made, inputs[t])
-                    torch.mul(made, r_in, out=inner[t - first])
-                torch.mm(own, u, out=down)
-                if of_s is None:
-                    states[t - first].copy_(previous)
-                else:
-                    of_s.addcmul_(down, previous)
-                    torch.mul(previous, s, out=states[t - first])
-                    down.mul_(s)
-            count = len(block)
+                step(t, plan.before(t), t - first)
+                torch.mm(outer[t - first], u, out=down)
+            _previous(states[:count], out, h, s, first - 1 + 2 * plan.reverse)
             of_u.addmm_(outer[:count].flatten(0, 1).t(), states[:count].flatten(0, 1))
-            sided = (grad if r_in is None else inner)[:count]
-            _input_back(
-                sided, x[_slice(block)], w, s_in, of_w, of_s_in, None if of_x is None else of_x[_slice(block)]
-            )
-        if of_rows is not None and offset.shape[0] == 1:
-            of_rows = of_rows.sum(0, keepdim=True)
-        return of_x, down, carry, of_w, of_u, of_s_in, of_r_in, of_s, of_r, of_rows, None, None
+            own = None if of_x is None else of_x[_slice(block)]
+            _input_back(inner[:count], x[_slice(block)], w, s_in, of_w, of_s_in, own)
+        back.scale_down(h)
+        if of_offset is not None and offset is not None and len(offset) == 1:
+            of_offset = of_offset.sum(0, keepdim=True)
+        return of_x, down, carry, of_w, of_u, of_s_in, of_r_in, of_s, of_r, of_offset, None, None
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, memory_format=torch.contiguous_format)
+
+
+def _previous(states: Tensor, out: Tensor, h: Tensor, s: Tensor | None, first: int) -> None:
+    """s ∘ h before every step of a block: outputs from ``first`` on, or h where there are none."""
+    low, high = max(first, 0), min(first + len(states), len(out))
+    inside = states[low - first : high - first]
+    inside.copy_(out[low:high]) if s is None else torch.mul(out[low:high], s, out=inside)
+    if high - low < len(states):
+        states[0 if first < 0 else -1] = h if s is None else h * s
 
 
 def _forwards(
-    tensors: Sequence[Any], reverse: bool, every: bool, kept: bool, out: Tensor | None = None
+    given: Given, reverse: bool, every: bool, kept: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Outputs, in the place that is given or a new one; the last cell or ``every``; and what is kept for gradients."""
-    x, h, c, w, u, s_in, r_in, s, r, offset = tensors
+    x, h, _, w, u, s_in, _, s, r, _ = given
     plan = _Plan(x.shape[0], h.shape[0], h.shape[1], reverse)
     out = x.new_empty(plan.steps, plan.rows, plan.size) if out is None else out
     many = plan.steps if kept else 1
@@ -184,106 +194,72 @@ def _forwards(
     cells = x.new_empty(plan.steps if every else many, plan.rows, plan.size)
     products = x.new_empty(many if r is not None else 1, plan.rows, 4 * plan.size)
     inputs = x.new_empty(plan.steps if kept else 0, plan.rows, 4 * plan.size)
-    wave, scaled, turned = torch.empty_like(h), torch.empty_like(h), u.t()
-    last_h, last_c = h, c
+    scaled = None if s is None else (h * expand_groups(s, len(h))).contiguous()
+    steps = Forward(given, gates, cells, products, out, scaled, kept)
+    state, turned = h if scaled is None else scaled, u.t()
     for block in plan.blocks():
-        made = _projected(x, _slice(block), w, s_in, inputs if kept else None)
+        step = steps.block(_projected(x, _slice(block), w, s_in, plan.rows, inputs if kept else None))
         for t in block:
-            z, own, product = (buffer[t if len(buffer) > 1 else 0] for buffer in (gates, cells, products))
-            torch.mm(last_h if s is None else torch.mul(last_h, s, out=scaled), turned, out=product)
-            _joined(z, made[t - min(block)], r_in, product, r, offset)
-            _gated(z, own, last_c, wave, out[t])
-            last_h, last_c = out[t], own
-    return out, cells if every else last_c.clone(), (inputs, products, gates, cells)
+            torch.mm(state, turned, out=products[t if len(products) > 1 else 0])
+            step(t, plan.before(t), t - min(block))
+            state = out[t] if scaled is None else scaled
+    last = cells if every else cells[t if len(cells) > 1 else 0].clone()
+    return out, last, (inputs, products, gates, cells)
 
 
-def _in_parts(tensors: Sequence[Any], reverse: bool, every: bool) -> tuple[Tensor, Tensor]:
+def _in_parts(given: Given, reverse: bool, every: bool) -> tuple[Tensor, Tensor]:
     """The same without gradients, few rows at a time: all that a step touches then stays in a cache."""
-    x, h, c, w, u, *factors = tensors
+    x, h, c, w, u, *factors = given
     rows, batch = len(h), x.shape[1]
+    if rows == 0:
+        return _forwards(given, reverse, every, False)[:2]
     size = max(1, _PART * torch.get_num_threads() // (4 * h.shape[1]))
+    each = max([rows // len(t) for t in factors if t is not None and len(t) > 1], default=1)  # to a line
     if batch < rows:  # whole draws, which share x
-        size = max(1, size // batch) * batch
+        each = batch
+    count = -(-rows // (max(1, size // each) * each))
+    size = -(-rows // (count * each)) * each  # parts of about the same size
     out = x.new_empty(len(x), rows, h.shape[1])
     last = []
     for start in range(0, rows, size):
+        parts = [t if t is None or len(t) == 1 else _lines(t, start, size, rows) for t in factors]
         own = slice(start, start + size)
-        parts = [t if t is None or len(t) == 1 else t[own] for t in factors]
-        given = (x if batch < rows else x[:, own], h[own], c[own], w, u, *parts)
-        last.append(_forwards(given, reverse, every, False, out[:, own])[1])
+        part = Given(x if batch < rows else x[:, own], h[own], c[own], w, u, *parts)
+        last.append(_forwards(part, reverse, every, False, out[:, own])[1])
     return out, torch.cat(last, 1 if every else 0)
 
 
+def _lines(factor: Tensor, start: int, size: int, rows: int) -> Tensor:
+    each = rows // len(factor)
+    return factor[start // each : (start + size) // each]
+
+
 def _unrolled(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, reverse: bool, every: bool) -> Any:
-    tensors = (x, h, c, *_given(h, ih, hh))
-    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
-        return _Unrolled.apply(*tensors, reverse, every)  # type: ignore[no-untyped-call]
-    return _in_parts(tensors, reverse, every)
+    given = _given(x, h, c, ih, hh)
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in given]):
+        return _Unrolled.apply(*given, reverse, every)  # type: ignore[no-untyped-call]
+    return _in_parts(given, reverse, every)
 
 
-def _projected(x: Tensor, where: slice, w: Tensor, s: Tensor | None, room: Tensor | None) -> Tensor:
-    """W (s ∘ x) of a block of steps, in its place in ``room`` if there is one."""
+def _projected(
+    x: Tensor, where: slice, w: Tensor, s: Tensor | None, rows: int, room: Tensor | None
+) -> Tensor:
+    """W (s ∘ x) of a block of steps, [L, R, 4H], in its place in ``room`` if there is one.
+
+    The rows of x may be those of one draw, with the factors of all.
+    """
     block = x[where]
-    if s is not None and len(s) > x.shape[1]:  # the rows of one draw, with the factors of all
-        block = (block.unsqueeze(1) * s.unflatten(0, (-1, x.shape[1]))).flatten(1, 2)
-    elif s is not None:
+    if s is not None and kernels.usable(x):
+        block = kernels.inputs(block, s, rows)
+    elif s is not None and len(s) == rows == x.shape[1]:
         block = block * s
+    elif s is not None:
+        draws = len(s) if len(s) < rows else rows // x.shape[1]
+        each = block.unsqueeze(1) if x.shape[1] < rows else block.unflatten(1, (draws, -1))
+        block = (each * s.view(draws, -1, s.shape[1])).flatten(1, 2)
     made = None if room is None else room[where].flatten(0, 1)
     flat = torch.mm(block.reshape(-1, block.shape[-1]), w.t(), out=made)
     return flat.view(len(block), -1, w.shape[0])
-
-
-def _joined(
-    z: Tensor, x: Tensor, r_in: Tensor | None, product: Tensor, r: Tensor | None, offset: Tensor | None
-) -> None:
-    """z = r_in ∘ x + r ∘ product + offset."""
-    if r_in is None:
-        torch.add(x, product, out=z) if r is None else torch.addcmul(x, product, r, out=z)
-        if offset is not None:
-            z.add_(offset)
-        return
-    if offset is None:
-        torch.mul(x, r_in, out=z)
-    else:
-        torch.addcmul(offset, x, r_in, out=z)
-    z.add_(product) if r is None else z.addcmul_(product, r)
-
-
-def _gated(z: Tensor, cell: Tensor, last_c: Tensor, wave: Tensor, out: Tensor) -> None:
-    """i, f, g, o in the place of z; c' = f c + i g and h' = o tanh(c')."""
-    size = cell.shape[1]
-    z[:, : 2 * size].sigmoid_()
-    z[:, 2 * size : 3 * size].tanh_()
-    z[:, 3 * size :].sigmoid_()
-    i, f, g, o = z.chunk(4, 1)
-    torch.mul(f, last_c, out=cell)
-    cell.addcmul_(i, g)
-    torch.tanh(cell, out=wave)
-    torch.mul(o, wave, out=out)
-
-
-def _step_back(
-    z: Tensor, cell: Tensor, previous: Tensor, grad: Tensor, carry: Tensor, made: Tensor, room: list[Tensor]
-) -> None:
-    """One step: gradients of h' and c' (in ``carry``) to those of z (in ``made``) and c (in ``carry``)."""
-    i, f, g, o = z.chunk(4, 1)
-    of_i, of_f, of_g, of_o = made.chunk(4, 1)
-    wave, slope = room[:2]
-    torch.tanh(cell, out=wave)
-    torch.mul(grad, wave, out=of_o)
-    torch.mul(wave, wave, out=slope)
-    torch.mul(grad, o, out=wave)
-    carry.add_(wave).addcmul_(wave, slope, value=-1)  # += grad o (1 − tanh²)
-    torch.mul(carry, g, out=of_i)
-    torch.mul(carry, previous, out=of_f)
-    torch.mul(carry, i, out=of_g)
-    carry.mul_(f)
-    for gate, own in ((i, of_i), (f, of_f), (o, of_o)):
-        torch.mul(own, gate, out=slope)
-        torch.addcmul(slope, slope, gate, value=-1, out=own)  # σ (1 − σ)
-    torch.mul(g, g, out=slope)
-    torch.mul(of_g, slope, out=slope)
-    of_g.sub_(slope)
 
 
 def _input_back(

@@ -148,6 +148,17 @@ class Rank1Rule(Rule):
         inner, outer = (None if f is None else by_row(f, frame) for f in (s, r))
         return Mapped(weight, bias, inner, outer)
 
+    def by_lines(self, op: Operation, frame: Frame) -> Mapped | None:
+        """Factors that the rows of a draw share, as they are."""
+        if self.additive:
+            return None
+        s, r = (None if f is None else self._factor(f, n, frame) for f, n in ((self.s, "s"), (self.r, "r")))
+        if any([f is not None and f.shape[2] != 1 for f in (r, s)]):
+            return None
+        draws = frame.components, frame.samples, 1
+        inner, outer = (None if f is None else by_draw(f.expand(*draws, f.shape[-1])) for f in (s, r))
+        return Mapped(op.weight.unsqueeze(0), None if op.bias is None else frame.pick(op.bias), inner, outer)
+
     def _swept(self, op: Operation, inputs: Inputs, frame: Frame) -> Tensor | None:
         """The output by CPU kernels; None where they do not do it, or other ways take less time."""
         x, (r, s) = inputs[0], (self._modules.get("r"), self._modules.get("s"))

@@ -29,6 +29,9 @@ _ARGUMENTS: dict[str, list[type[ctypes._SimpleCData]]] = {  # type: ignore[type-
     "slimbayes_normal_kl": [*[_POINTER] * 3, _LONG, _FLOAT, _FLOAT, _POINTER, _INT],
     "slimbayes_normal_kl_gradients": [*[_POINTER] * 3, _LONG, *[_FLOAT] * 3, _POINTER, _POINTER, _INT],
     "slimbayes_fold": [*[_POINTER] * 8, *[_LONG] * 4, _INT, _INT],
+    "slimbayes_lstm_inputs": [*[_POINTER] * 3, *[_LONG] * 7, _INT],
+    "slimbayes_lstm_forward": [_POINTER, *[_LONG] * 3, _INT],
+    "slimbayes_lstm_backward": [_POINTER, *[_LONG] * 3, _INT],
     "slimbayes_sample_weights": [_POINTER, _LONG, _LONG, _ULONG, _POINTER, _INT],
     "slimbayes_weight_gradients": [_POINTER, _LONG, _LONG, _ULONG, _INT],
 }

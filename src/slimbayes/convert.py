@@ -160,7 +160,7 @@ def _relink_aliases(model: nn.Module, shared: Shared) -> None:
     for module in model.modules():
         for key, parameter in module._parameters.items():
             new = None if parameter is None else shared.get(parameter, "components")
-            if new is not None:
+            if new is not None and new is not parameter:
                 module._parameters[key] = new
                 module.register_load_state_dict_pre_hook(_expand_alias)
 

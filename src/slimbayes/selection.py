@@ -73,14 +73,28 @@ def _candidates(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Mo
     """Convertible layers, and known layers that have no converted class yet; their children are skipped."""
     known: dict[str, nn.Module] = {}
     unsupported: dict[str, nn.Module] = {}
+    uncalled = _uncalled(model)
     for name, module in model.named_modules():
-        if any(name.startswith(outer + ".") for outer in unsupported):
+        if module in uncalled or any(name.startswith(outer + ".") for outer in unsupported):
             continue
         if converted_class(module) is not None:
             known[name] = module
         elif isinstance(module, UNSUPPORTED):
             unsupported[name] = module
     return known, unsupported
+
+
+def _uncalled(model: nn.Module) -> set[nn.Module]:
+    """Projections of attention layers, which read their weights and never call them; but not what is used elsewhere."""
+    inside: set[nn.Module] = set()
+    outside: set[nn.Module] = set()
+    owners = {
+        name: m for name, m in model.named_modules(remove_duplicate=False) if type(m) is nn.MultiheadAttention
+    }
+    names = {f"{name}.out_proj".lstrip(".") for name in owners}
+    for name, module in model.named_modules(remove_duplicate=False):
+        (inside if name in names else outside).add(module)
+    return inside - outside
 
 
 def make_plan(model: nn.Module, rules: list[Choice], exclude: Selection | None) -> Plan:
@@ -159,6 +173,8 @@ def _first_rule(rules: list[Choice], name: str, module: nn.Module, outline: Outl
 def _refusal(method: Method, module: nn.Module) -> str | None:
     layer = converted_class(module)
     if layer is None:
+        if not isinstance(module, UNSUPPORTED):
+            return f"its type has {NO_CLASS}"
         kind = "an attention" if isinstance(module, nn.MultiheadAttention) else "a recurrent"
         return f"a class derived from {kind} layer has {NO_CLASS}"
     return method.refuses(layer)
@@ -190,12 +206,18 @@ def _plan_ensemble(
         _check_rows_first("", model)
         plan.wholes[""] = index
         return True
+    uncalled = _uncalled(model)
     for name, module in model.named_modules():
         if name == "" or any(name.startswith(outer + ".") or outer == "" for outer in plan.wholes):
             continue
         if next(module.parameters(), None) is None or not selected(selection, name, module):
             continue
         if exclude is None or not selected(exclude, name, module):
+            if module in uncalled:
+                raise TypeError(
+                    f"DeepEnsemble cannot convert {name!r} by itself: an attention layer reads its weights and never "
+                    f"calls it. Select the layer around it"
+                )
             _check_rows_first(name, module)
             plan.wholes[name] = index
     return index in plan.wholes.values()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from slimbayes.metrics import auroc
 from slimbayes.record import converted_layers
 from slimbayes.specs import network_builder, parse_method
 from slimbayes.training import Training, fit
+from slimbayes.training.sources import make_source
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,16 @@ def test_fit_takes_records_and_their_validation_part(data, tmp_path):
     options = {"validation": data, "early_stopping": 2, "lr": 0.5, "folder": tmp_path, "progress": False}
     with pytest.raises(ValueError, match="data"):
         fit(small(data), others, settings, resume=True, **options)
+
+
+@pytest.mark.parametrize(("count", "world", "each"), [(5, 2, 2), (7, 4, 1), (200, 2, 32)])
+def test_processes_have_as_many_records_each(data, count, world, each):
+    """What is averaged over processes counts every record alike, also where there are fewer than a batch."""
+    few = dataclasses.replace(data, train=data.train[:count])
+    for rank in range(world):
+        fabric = SimpleNamespace(global_rank=rank, world_size=world, device=torch.device("cpu"))
+        source = make_source(few, Training(batch_size=64), None, fabric)
+        assert {len(targets) for _, targets in source.epoch(0)} == {each} and source.num_data == count
 
 
 def test_recipes_of_table_4(tmp_path):

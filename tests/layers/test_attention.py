@@ -183,6 +183,34 @@ def test_every_row_has_the_weights_of_its_factors(monkeypatch, form, sizes):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [{}, SEPARATE], ids=["packed", "separate"])
+def test_what_is_added_by_draw_is_what_is_added_by_row(sizes, bias):
+    """W (x + s) + r + b with points for s and r: noise by example takes one way, all others another."""
+    options = {**sizes, "bias": bias, "batch_first": True}
+    method = sb.Rank1(components=2, perturbation="additive", dropout_rate=0.1)
+    plain, model = pair("three", options, method)
+    given = inputs("three", **sizes)
+    found = sb.draw(model, *given, noise="mean")[0]
+    for component in range(2):
+        layer, thirds = plain.attention, []
+        for kernel in model.attention.kernels:
+            s, r = (getattr(kernel.bayes, which).loc[component].detach() for which in ("s", "r"))
+            shift = kernel.weight.detach() @ s + r
+            if kernel.key == "out":
+                last = shift
+            else:
+                thirds.append(shift)
+        held = {"attention.in_proj_bias": torch.cat(thirds), "attention.out_proj.bias": last}
+        if bias:
+            held["attention.in_proj_bias"] = held["attention.in_proj_bias"] + layer.in_proj_bias
+            held["attention.out_proj.bias"] = held["attention.out_proj.bias"] + layer.out_proj.bias
+        both = Attended("three", **{**options, "bias": True}).double()
+        both.load_state_dict(plain.state_dict(), strict=False)
+        expected = functional_call(both, held, given)[0]
+        torch.testing.assert_close(found[component], expected, rtol=1e-10, atol=1e-12)
+
+
 def test_state_dict_and_copies():
     plain, model = pair("three", SEPARATE, sb.Rank1(components=2))
     assert set(plain.state_dict()) <= set(model.state_dict())

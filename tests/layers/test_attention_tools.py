@@ -125,6 +125,43 @@ def test_tied_layers_share_one_posterior():
     assert first.weight is second.weight and first.weight_source == second.weight_source
 
 
+class Two(nn.Module):
+    """Two attention layers with one projection out, which is a Linear that nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.MultiheadAttention(SIZE, 2, batch_first=True) for _ in range(2))
+        self.b.out_proj = self.a.out_proj = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        for layer in (self.a, self.b):
+            x = layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+@pytest.mark.parametrize(
+    "method", [sb.Rank1(components=2), sb.MeanField(), sb.EMP(patch=("a", "b"))], ids=str
+)
+def test_a_projection_that_layers_share_grows_once(method):
+    before = Two().state_dict()
+    model = sb.bayesianize(Two(), method)
+    first, second = (layer.kernels[1] for layer in (model.a, model.b))
+    assert first.weight is second.weight and first.bias is second.bias and type(model.a.out_proj) is nn.Linear
+    assert first.bias.dim() == (1 if isinstance(method, sb.MeanField) else 2)
+    if not isinstance(method, sb.Rank1):
+        assert first.bayes.weight_source == second.bayes.weight_source
+    assert not model.load_state_dict(before, strict=False, assign=True).unexpected_keys
+    sb.draw(model, torch.randn(3, 5, SIZE), samples=2).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_projection_cannot_be_selected_by_itself():
+    for method in (sb.MeanField(), sb.DeepEnsemble(members=2)):
+        for net in (Two(), Net()):
+            with pytest.raises((TypeError, ValueError), match=r"matches no layer|never calls it"):
+                sb.bayesianize(net, method, include="out_proj")
+
+
 def test_predictions_and_scores():
     model = converted("rank1")
     found = sb.predict(model, words(), samples=3, seed=1)

@@ -77,9 +77,9 @@ class Recipe:
             return bayesianize(network, [(self.tied, method), (None, parse_method(self.rest))])
 
     def parameters(self, shape: tuple[int, ...], outputs: int) -> int:
-        """Of its networks, counted without their memory."""
+        """Trained parameters of its networks, counted without their memory."""
         with torch.device("meta"):
-            return sum(p.numel() for p in self.build(shape, outputs, 0).parameters())
+            return sum(p.numel() for p in self.build(shape, outputs, 0).parameters() if p.requires_grad)
 
     def facts(self, seed: int) -> dict[str, Any]:
         """The same as plain values."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from slimbayes.apply.attended import additive, attend_by_weights, join_masks
 from slimbayes.apply.dropped import dropped
-from slimbayes.apply.mapped import Mapped
+from slimbayes.apply.mapped import Mapped, expand_groups
 from slimbayes.apply.projected import project, rows_of
 from slimbayes.context import Frame, RowError, repeat_rows
 from slimbayes.layers.several import KernelNames, Several, on_its_way
@@ -190,10 +190,19 @@ class BayesMultiheadAttention(Several, nn.MultiheadAttention):
         return project(own[0], q, q_times), project(own[1], k, k_times), project(own[2], v, v_times)
 
     def _part(self, maps: dict[str, Mapped], place: int) -> Mapped:
-        """A projection of its own with its third of the bias, which "q" holds: sampled as a bias or as a shift."""
+        """A projection of its own with its third of the bias, which "q" holds: sampled as a bias or as a shift.
+
+        What the rule of "k" or "v" adds for all rows of a draw alike stands in the place of a bias there.
+        """
         one, first, size = maps[_PARTS[place]], maps["q"], self.embed_dim
+        if self.in_proj_bias is None:
+            return one
         own = slice(place * size, (place + 1) * size)
         bias = None if first.bias is None else first.bias[:, own]
+        if place and one.bias is not None:
+            groups = max(len(one.bias), 1 if bias is None else len(bias))
+            added = expand_groups(one.bias, groups)
+            bias = added if bias is None else added + expand_groups(bias, groups)
         if first.shift is not None and first.shift.shape[-1] != size:
             return replace(one, bias=bias, shift=first.shift[:, own])
         return replace(one, bias=bias)

@@ -81,7 +81,7 @@ def expand_saved(state_dict: Mapping[str, Any], key: str, target: Tensor | None)
     """Give a saved tensor of one component fewer axes the component axis that ``target`` has."""
     saved = state_dict.get(key)
     if isinstance(saved, Tensor) and target is not None and saved.shape == target.shape[1:]:
-        state_dict[key] = saved.expand_as(target)  # type: ignore[index]
+        state_dict[key] = saved.expand_as(target).clone()  # type: ignore[index]  # assign=True keeps it
 
 
 def unbatched(run: Any, x: Tensor, batched_dims: int) -> Tensor:

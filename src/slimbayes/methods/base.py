@@ -42,6 +42,15 @@ class Shared:
         """What an earlier layer made for this tensor, or None."""
         return self.made.get((id(tensor), role))
 
+    def follow(self, old: Tensor, new: Tensor) -> None:
+        """``new`` is in the place of ``old`` and has all that was made for it: two layers may hold one place."""
+        self.keep.append(new)
+        self.made.update(
+            {(id(new), role): value for (key, role), value in self.made.items() if key == id(old)}
+        )
+        if id(old) in self.leaders:
+            self.leaders[id(new)] = self.leaders[id(old)]
+
     def put(self, tensor: Tensor, role: str, value: Any) -> None:
         """Remember what was made for this tensor."""
         self.keep.append(tensor)
@@ -130,6 +139,7 @@ def add_component_axis(layer: Converted, tensor: str, components: int, shared: S
         stacked = old.detach().expand(components, *old.shape).clone()
         new = nn.Parameter(stacked, requires_grad=old.requires_grad)
         shared.put(old, "components", new)
+        shared.follow(old, new)
     layer.replace(tensor, new)
     layer.component_tensors = (*layer.component_tensors, tensor)
 

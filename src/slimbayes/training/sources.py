@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from slimbayes.data import Batches, Dataset, RecordDataset, Scaling, Split, StreamedDataset
+from slimbayes.data.records.base import Part
 from slimbayes.evaluate import as_pair
 from slimbayes.training.settings import Training
 
@@ -127,9 +128,13 @@ def make_source(
             device=device, workers=settings.workers, channels_last=settings.channels_last,
         )  # fmt: skip
     if isinstance(data, RecordDataset):
+        part: Part = "train" if train else "validation"
+        count = len(data.part(part))
+        if count < world:
+            raise ValueError(f"the {part} part holds {count or 'no'} records: pass at least {world}")
         return data.batches(
-            "train" if train else "validation", settings.batch_size, seed=settings.seed, rank=rank, world=world,
-            drop_last=train and len(data.train) >= settings.batch_size, device=device,
+            part, min(settings.batch_size, count // world * world), seed=settings.seed, rank=rank, world=world,
+            drop_last=train, device=device,
         )  # fmt: skip
     if isinstance(data, Source):
         return data

@@ -291,3 +291,18 @@ def test_an_exported_program_draws_at_every_call():
     with torch.no_grad():
         program = torch.export.export(Drawn(), (words(),)).module()
         assert program(words()).shape == (2, BATCH, 2) and not torch.equal(program(words()), program(words()))
+
+
+@torch.no_grad()
+def test_a_converted_layer_inside_a_plain_one_keeps_its_noise():
+    """torch's fused path of an encoder layer that was built around it would read the weights by itself."""
+    torch.manual_seed(0)
+    outer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    outer.self_attn = sb.bayesianize(
+        nn.MultiheadAttention(8, 2, batch_first=True), sb.Rank1(components=1, dropout_rate=0.2)
+    ).eval()
+    x = torch.randn(3, 4, 8)
+    assert not torch.equal(outer(x), outer(x))
+    assert not torch.equal(
+        nn.TransformerEncoder(outer, 1).eval()(x), nn.TransformerEncoder(outer, 1).eval()(x)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slimbayes.apply.attended import additive, attend_by_weights, join_masks
+from slimbayes.apply.base import Rule
 from slimbayes.apply.dropped import dropped
 from slimbayes.apply.mapped import Mapped, expand_groups
 from slimbayes.apply.projected import project, rows_of
 from slimbayes.context import Frame, RowError, repeat_rows
-from slimbayes.layers.several import KernelNames, Several, on_its_way
+from slimbayes.layers.several import Kernel, KernelNames, Several, on_its_way
 
 _PARTS = ("q", "k", "v")
 Three = tuple[Tensor, Tensor, Tensor]
@@ -34,12 +35,22 @@ class BayesMultiheadAttention(Several, nn.MultiheadAttention):
     def kernel_names(self) -> Iterator[KernelNames]:
         """Two, or four with projections of their own."""
         bias = None if self.in_proj_bias is None else "in_proj_bias"
-        if self._qkv_same_embed_dim:
+        if self._packed():
             yield KernelNames("qkv", "in_proj_weight", bias)
         else:
             for part in _PARTS:
                 yield KernelNames(part, f"{part}_proj_weight", bias if part == "q" else None)
         yield KernelNames("out", "weight", None if self.out_proj.bias is None else "bias", child="out_proj")
+
+    def attach(self, source: str, make: Callable[[Kernel, str], Rule]) -> None:
+        """As for all layers with several kernels."""
+        super().attach(source, make)
+        self._qkv_same_embed_dim = (
+            False  # what a fused path of torch asks before it reads the weights by itself
+        )
+
+    def _packed(self) -> bool:
+        return bool(self.kdim == self.embed_dim == self.vdim)
 
     def forward(
         self,
@@ -177,7 +188,7 @@ class BayesMultiheadAttention(Several, nn.MultiheadAttention):
             self._times(what, len(x), frame)
             for what, x in zip(("query", "key", "value"), sources, strict=True)
         )
-        if not self._qkv_same_embed_dim:
+        if not self._packed():
             own = [self._part(maps, i) for i in range(3)]
         elif q is k and k is v:
             one, two, three = project(maps["qkv"], q, q_times).chunk(3, -1)

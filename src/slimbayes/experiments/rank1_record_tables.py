@@ -22,6 +22,7 @@ from slimbayes.experiments.rank1_records import (
     PHYSIONET,
     RESAMPLED,
     SETTINGS,
+    WAYS,
     figures,
     jobs_of,
     measure,
@@ -106,6 +107,8 @@ def _table(session: Session, setting: str, part: str) -> Table:
         count = trained.recipe.parameters(data.shape, data.num_outputs) / 1000
         values = {name: value for name, value in found.items() if name != "errors"}
         chosen = best_epoch(trained.folder) if part == "validation" else {}
+        if WAYS[job.label].embeddings is None:  # a point or several
+            chosen.pop("kl_weight", None)
         table.add(job.label, {**values, **chosen, "parameters_k": count}, found["errors"])
     return table
 

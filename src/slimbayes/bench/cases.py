@@ -164,6 +164,8 @@ def _training(name: str, plain: nn.Module, network: Network, mode: str, device: 
     x, y = inputs(network, batch, device)
     model.train()
     optimizer = make_optimizer(model, device, network.adam)
+    if network.words:
+        _meet_all_words(optimizer)
     loss_of = compiled(objective, name, mode)
 
     def step() -> Tensor:
@@ -177,6 +179,18 @@ def _training(name: str, plain: nn.Module, network: Network, mode: str, device: 
 
     clear = lambda: optimizer.zero_grad(set_to_none=True)  # noqa: E731
     return Case(name, step, network.rows, network.rows, model, clear, [optimizer, x, y])
+
+
+def _meet_all_words(optimizer: torch.optim.Optimizer) -> None:
+    """One step with a gradient everywhere, as in the midst of training, when every word has been seen.
+
+    Roots and quotients of exact zeros take another time than those of numbers, and contenders whose rows are several
+    components of the same sequences would have more words that they never see.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
 
 
 def make_optimizer(model: nn.Module, device: torch.device, adam: bool) -> torch.optim.Optimizer:

@@ -48,7 +48,8 @@ sees rows/K distinct examples in a step, the deterministic network as many as th
 - CPU: float32, torch's Adam as it is, a fixed number of threads on cores of their own, an allocator that keeps its
   pages, and rounds in which other processes took more than {share:g} % of the cores are dropped and counted. When
   compiling, random numbers come from torch's generator, which is faster there than the compiler's. GPU: bfloat16
-  autocast, a fused optimizer. Both: convolutions in channels_last. The same for all contenders.
+  autocast, a fused optimizer. Both: convolutions in channels_last. Networks of words train as if every word had been
+  seen: roots of exact zeros, which Adam would take of all others, have another price. The same for all contenders.
 - Peak memory is the most bytes that tensors take during one step, weights, gradients, optimizer state and inputs
   included: on the GPU `max_memory_allocated`, on the CPU the allocator's events as torch's profiler records them.
 - The first compiled step starts with an empty compiler cache.

@@ -15,7 +15,7 @@ RESULTS := bench/results
 
 # One torch thread per test worker: more only makes the workers wait for each other.
 # worksteal keeps neighbouring tests, which share fixtures, in one worker.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # $(1): what to install. One dot per package; pip's own words go to a log, whose end is shown on failure.
 # Python files are compiled on all cores, not on one as pip does it, without the tests of other packages; templates that
@@ -40,7 +40,7 @@ venv: $(DEV)  ## set up ./.venv for development
 demo: $(BASE)  ## compare methods on embedded digits: a table and one page
 	@$(BIN)/slimbayes compare
 
-test: lint typecheck  ## lint, types, tests, doctests and the coverage threshold
+test: lint typecheck  ## lint, types, tests and doctests
 	$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(DEV)  ## ruff: rules and format
@@ -50,8 +50,8 @@ lint: $(DEV)  ## ruff: rules and format
 typecheck: $(DEV)  ## mypy, strict
 	$(BIN)/mypy
 
-coverage: $(DEV)  ## tests with a coverage page in htmlcov/
-	$(PYTEST) --cov-report=term --cov-report=html $(PYTEST_ARGS)
+coverage: $(DEV)  ## tests with a coverage page in htmlcov/, and its threshold
+	$(PYTEST) --cov --cov-report=term --cov-report=html $(PYTEST_ARGS)
 
 bench: $(DEV)  ## what every method costs, against deterministic and (after bench-peers) against peers
 	$(BIN)/slimbayes bench --device cpu --output $(RESULTS)/bench-cpu.json $(if $(wildcard $(PEERS)/bin/python),--peers $(PEERS)/bin/python) $(BENCH_ARGS)

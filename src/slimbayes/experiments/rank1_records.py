@@ -179,7 +179,8 @@ def _figures(session: Session, trained: Trained, job: Job, part: Part, samples: 
     made = {name: values[name] for name in ("nll", "auc_pr", "ece", "auroc", "brier")}
     if "disagreement" in values:
         made["disagreement"] = values["disagreement"]
-    low, high = interval(examples["score"], examples["target"], seed=job.seed)
+    times = 20 if session.scale == "smoke" else RESAMPLED
+    low, high = interval(examples["score"], examples["target"], job.seed, times)
     made |= {"accuracy": 100 * float(right.mean()), "auroc_low": low, "auroc_high": high}
     return {**made, "errors": {"nll": float(examples["nll"].double().std() / len(right) ** 0.5)}}
 

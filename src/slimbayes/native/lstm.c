@@ -53,21 +53,8 @@ INLINE Fraction sigmoid_parts(float x)
 INLINE Fraction tanh_parts(float x)
 {
     float y = -2.0f * __builtin_fabsf(x);
-    y = y < -40.0f ? -40.0f : y; /* what is not a number stays so */
-    float n = __builtin_rintf(y * 1.44269504088896f);
-    float d = y - n * 0.693145751953125f;
-    d = d - n * 1.428606820309417e-06f;
-    float p = 1.9875691500e-4f;
-    p = p * d + 1.3981999507e-3f;
-    p = p * d + 8.3334519073e-3f;
-    p = p * d + 4.1665795894e-2f;
-    p = p * d + 1.6666665459e-1f;
-    p = p * d + 5.0000001201e-1f;
-    p = (p * d) * d + d;
-    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    float m = p * power + (power - 1.0f);
+    Exponential e = exp_parts(y < -40.0f ? -40.0f : y);
+    float m = e.rest * e.power + (e.power - 1.0f);
     return (Fraction){__builtin_copysignf(m, x), 2.0f + m};
 }
 

@@ -6,15 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers_mimic import make_tables, write_tables
 
 import slimbayes as sb
 from slimbayes.experiments import rank1_record_tables as tables
 from slimbayes.experiments import rank1_records as records
+from slimbayes.experiments import read_result
 from slimbayes.experiments.images import Job
 from slimbayes.experiments.ktied_recipes import recipe as tied_recipe
 from slimbayes.experiments.ktied_tables import counted
 from slimbayes.experiments.outcome import Table
 from slimbayes.experiments.rank1_records import CAUCHY, DETERMINISTIC, GAUSSIAN, WAYS, drawn, interval, recipe
+from slimbayes.experiments.running import reproduce
 from slimbayes.experiments.session import Session
 from slimbayes.metrics import auroc
 from slimbayes.record import converted_layers
@@ -136,6 +139,27 @@ def test_what_is_measured_is_kept(data, tmp_path):
     (trained.folder / "model.safetensors").unlink()
     again = records.train(Session("smoke", tmp_path, progress=False), job)
     assert records.figures(session, again, job, "test") == first
+
+
+def test_mimic_at_the_papers_scale(tmp_path, monkeypatch):
+    """On a made-up copy of its tables, with a small network and two epochs."""
+    (tmp_path / "mimic3").mkdir()
+    write_tables(tmp_path / "mimic3", make_tables(patients=120))
+    key = ("mimic", "paper")
+    small = {"network": "records(dense=8, hidden=8, dense_hidden=8)", "batch_size": 16, "samples": 1}
+    monkeypatch.setitem(
+        records.SIZES, key, dataclasses.replace(records.SIZES[key], epochs=2, seeds=1, **small)
+    )
+    monkeypatch.setattr(records, "RESAMPLED", 10)
+    path = reproduce(
+        "rank1/table4", "paper", tmp_path / "results", tmp_path / "work", str(tmp_path), progress=False
+    )
+    found = read_result(path)
+    assert [table["name"] for table in found["tables"][::2]] == ["validation", "test"] and len(
+        found["runs"]
+    ) == 7
+    assert all([row["label"] for row in table["rows"]] == list(WAYS) for table in found["tables"])
+    assert any("Normal network" in text for text in found["deviations"])
 
 
 def test_parameters_of_the_tied_lstm(tmp_path):

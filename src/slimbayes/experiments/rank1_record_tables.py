@@ -59,6 +59,10 @@ def deviations(session: Session, setting: str) -> list[str]:
     said = [data.source]
     if size.data == "digits":
         said.append("digits in the place of medical records: only a test that the code runs.")
+    if size.data == "mimic3":
+        said.append(
+            "all rows have the sizes, rate and bags of the paper's Normal network; those of its Cauchy differ."
+        )
     if size.data == "physionet2012":
         said.append(
             "PhysioNet 2012 in the place of MIMIC-III, which is open to credentialed readers only: the paper's columns "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.apply.rank1 import Rank1Rule
+from slimbayes.apply.rank1 import Factor, Rank1Rule
 from slimbayes.apply.sampled import SampledRule
 from slimbayes.layers.base import Converted
 from slimbayes.layers.several import Kernel
@@ -22,6 +23,7 @@ __all__ = [
     "Moments",
     "component_spread",
     "explained_variance",
+    "factor_scale",
     "low_rank",
     "matrices",
     "spectrum",
@@ -221,17 +223,43 @@ def component_spread(model: nn.Module) -> dict[str, dict[str, float]]:
     >>> component_spread(net)
     {'': {'r': 0.0, 's': 0.0}}
     """
+    return _of_factors(model, lambda factor: factor.loc.float().std(0).mean() if len(factor.loc) > 1 else None)
+
+
+@torch.no_grad()
+def factor_scale(model: nn.Module) -> dict[str, dict[str, float]]:
+    """How wide the posteriors of rank-1 factors are, by layer and factor ("r" of outputs, "s" of inputs).
+
+    (1/Kd) Σ_ki σ_ki: the mean of σ (Normal; log-normal, in log-space) or γ (Cauchy, half-Cauchy) over components and
+    elements. It begins at sqrt(p/(1 − p)) for ``dropout_rate`` p, and the KL draws it to the prior's scale; beside
+    ``component_spread`` it says whether components overlap. Points have none, and are left out.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(2, 3), sb.Rank1(posterior="cauchy", dropout_rate=0.01))
+    >>> factor_scale(net)
+    {'': {'r': 0.1005, 's': 0.1005}}
+    """
+
+    def scale(factor: Factor) -> Tensor | None:
+        found = getattr(factor(), "scale", None)
+        return found.float().mean() if isinstance(found, Tensor) else None
+
+    return _of_factors(model, scale)
+
+
+def _of_factors(
+    model: nn.Module, measure: Callable[[Factor], Tensor | None]
+) -> dict[str, dict[str, float]]:
+    """A number of every rank-1 factor, by layer; factors and layers that have none are left out."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, layer in converted_layers(root_of(model)):
-        if isinstance(layer.bayes, Rank1Rule) and layer.bayes.components > 1:
+        if isinstance(layer.bayes, Rank1Rule):
             factors = {"r": layer.bayes.r, "s": layer.bayes.s}
-            found[name] = {
-                which: factor.loc.float().std(0).mean()
-                for which, factor in factors.items()
-                if factor is not None
-            }
-    spreads = [spread for layer in found.values() for spread in layer.values()]
-    numbers = iter(torch.stack(spreads).tolist() if spreads else ())  # a GPU is waited for once
+            values = {which: measure(factor) for which, factor in factors.items() if factor is not None}
+            if own := {which: value for which, value in values.items() if value is not None}:
+                found[name] = own
+    every = [value for layer in found.values() for value in layer.values()]
+    numbers = iter(torch.stack(every).tolist() if every else ())  # a GPU is waited for once
     return {name: {which: next(numbers) for which in layer} for name, layer in found.items()}
 
 

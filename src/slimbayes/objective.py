@@ -232,19 +232,29 @@ def _mixing_score(record: Record, nll: Tensor, per_draw: Tensor | None) -> Tenso
 class LinearAnnealing:
     """β_t = min(1, (t + 1)/steps): the rank-1 paper's KL weight at step t = 0, 1, ...
 
+    With a ``start`` it is 0 for so many steps, and grows from there: β_t = (t + 1 − start)/(steps − start).
+
     >>> [LinearAnnealing(4)(t) for t in (0, 1, 3, 9)]
     [0.25, 0.5, 1.0, 1.0]
+    >>> [LinearAnnealing(4, start=2)(t) for t in (0, 1, 2, 9)]
+    [0.0, 0.0, 0.5, 1.0]
     """
 
     steps: int
+    start: int = 0
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"LinearAnnealing needs at least 1 step, got {self.steps!r}")
+        if not 0 <= self.start < self.steps:
+            raise ValueError(
+                f"LinearAnnealing starts before its weight is whole: start={self.start!r} must be at least 0 and "
+                f"below steps={self.steps}"
+            )
 
     def __call__(self, step: int) -> float:
         """KL weight at this step."""
-        return min(1.0, (step + 1) / self.steps)
+        return min(1.0, max(0, step + 1 - self.start) / (self.steps - self.start))
 
 
 @dataclass(frozen=True)

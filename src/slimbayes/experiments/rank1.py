@@ -150,7 +150,7 @@ _OURS = (
     Experiment(
         "rank1/collapse", "Beyond: collapse", "Components that stay apart, and components that become one",
         "Ours: how far the components' factors are apart while they train, by how the KL is reduced over components "
-        "and how fast it grows; what is left of the mixture's gain where they become copies.",
+        "and when it grows; what is left of the mixture's gain where they become copies.",
         (
             settings.rank1_cifar(
                 {
@@ -160,9 +160,10 @@ _OURS = (
             ),
             settings.rank1_cifar({"KL by 40 %": settings.gaussian()}, name="cifar10-faster", kl_annealing=0.4),
             settings.rank1_cifar({"KL at once": settings.gaussian()}, name="cifar10-at-once", kl_annealing=0.0),
+            settings.rank1_cifar({"KL from 40 %": settings.gaussian()}, name="cifar10-later", kl_start=0.4),
             settings.cauchy_cifar(), settings.batch_ensemble_cifar(), settings.baselines_cifar()[0],
         ),
-        ("spread", "disagreement", *_BOTH), errata=tables.CIFAR_ERRATA, beyond=True,
+        ("spread", "scale", "disagreement", *_BOTH), errata=tables.CIFAR_ERRATA, beyond=True,
     ),
     Experiment(
         "rank1/ood", "Beyond: foreign images", "House numbers told from CIFAR-10",

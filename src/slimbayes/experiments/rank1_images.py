@@ -83,7 +83,7 @@ def rows(session: Session, setting: str, labels: Sequence[str], columns: tuple[s
             if any(name.startswith("auroc") for name in columns):
                 values |= foreign(session, found, job)
             if found.probes:
-                values |= _last(found.probes, "spread")
+                values |= _last(found.probes, "spread", "scale")
             table.add(label, values, figures["errors"])
     return table
 
@@ -96,9 +96,9 @@ def _seconds(trained: Trained) -> float:
     return float(trained.probes[last]["seconds"]) * trained.steps / int(last)
 
 
-def _last(probes: Mapping[str, Mapping[str, float]], name: str) -> dict[str, float]:
+def _last(probes: Mapping[str, Mapping[str, float]], *names: str) -> dict[str, float]:
     last = probes[max(probes, key=int)]
-    return {name: last[name]} if name in last else {}
+    return {name: last[name] for name in names if name in last}
 
 
 def main_table(entry: str, session: Session, setting: str) -> Outcome:
@@ -200,13 +200,14 @@ def figure5(session: Session, setting: str) -> Outcome:
 
 
 COLLAPSE = (
-    "KL summed", "KL averaged", "KL of the mixture", "KL by 40 %", "KL at once", CAUCHY, BATCH_ENSEMBLE, DETERMINISTIC,
+    "KL summed", "KL averaged", "KL of the mixture", "KL from 40 %", "KL by 40 %", "KL at once", CAUCHY, BATCH_ENSEMBLE,
+    DETERMINISTIC,
 )  # fmt: skip
 
 
 def collapse(session: Session, setting: str) -> Outcome:
     """Which ways of training keep components apart: their spread while they train, and what it is worth."""
-    table = rows(session, setting, COLLAPSE, ("spread", "disagreement", *BOTH))
+    table = rows(session, setting, COLLAPSE, ("spread", "scale", "disagreement", *BOTH))
     lines = [_line(session, setting, label, "spread", label) for label in COLLAPSE if label != DETERMINISTIC]
     words = f"{title(session, setting)}: spread of components while training"
     return Outcome([table], [curve(setting, words, "step", "spread", lines, log_y=True)])

@@ -6,15 +6,17 @@ from typing import Any
 
 from torch import nn
 
+from slimbayes.analysis import factor_scale
 from slimbayes.evaluate import assess
 from slimbayes.experiments.images import evaluation
 from slimbayes.experiments.networks import Prepared
+from slimbayes.experiments.outcome import mean
 from slimbayes.experiments.session import Probe, Session
 from slimbayes.training.monitor import spread_of
 
 
 def progress(session: Session, examples: int) -> Probe:
-    """How far components are apart, and figures of the mixture and its members on the first test examples."""
+    """How far components are apart and how wide, and figures of the mixture and its members on the first examples."""
 
     def probe(model: nn.Module, prepared: Prepared, step: int) -> dict[str, Any]:
         rows = prepared.data.test[:examples].to(session.device)
@@ -22,10 +24,12 @@ def progress(session: Session, examples: int) -> Probe:
             batch = rows.inputs, rows.targets
             found = assess(model.eval(), [batch], prepare=prepared.data.scaling).compute()
         spread = spread_of(model)
+        scales = [value for layer in factor_scale(model).values() for value in layer.values()]
         return {
             "nll": found["nll"], "member_nll": found["gibbs_nll"], "accuracy": 100 * found["accuracy"],
             **({"disagreement": found["disagreement"]} if "disagreement" in found else {}),
             **({"spread": spread["component_spread"]} if spread else {}),
+            **({"scale": mean(scales)} if scales else {}),
         }  # fmt: skip
 
     return probe

@@ -105,21 +105,21 @@ _SMOKE = Size(
     0.0, 1, 20, _narrow(10, 1, 1), "digits", chunk=1_000, probed=30, most_samples=2, steps=4, probes=2
 )
 _DESK = Size(0.04, 1, 200, _narrow(10, 2, 1), chunk=1_000, probed=500)
-_WRN16 = _narrow(16, 4, 2)
+_GPU = Size(0.08, 3, 1_000, _narrow(16, 4, 2), chunk=10_000, probed=1_000)
 SIZES: dict[tuple[str, str], Size] = {
     (MAIN, "smoke"): _SMOKE,
     (MAIN, "desk"): _DESK,
-    (MAIN, "gpu"): Size(0.2, 3, 2_000, _WRN16),
+    (MAIN, "gpu"): replace(_GPU, share=0.12),
     (MAIN, "paper"): Size(1.0, 10, 10_000),
     (MORE, "smoke"): replace(_SMOKE, rows=_FOUR),
     (MORE, "desk"): replace(_DESK, rows=_FOUR),
-    (MORE, "gpu"): Size(0.2, 3, 2_000, _WRN16, rows=_FOUR),
+    (MORE, "gpu"): replace(_GPU, share=0.12, rows=_FOUR),
     (MORE, "paper"): Size(1.0, 10, 10_000),
     (ABLATIONS, "smoke"): _SMOKE,
     (ABLATIONS, "desk"): _DESK,
-    (ABLATIONS, "gpu"): Size(0.1, 3, 1_000, _narrow(16, 2, 1)),
+    (ABLATIONS, "gpu"): replace(_GPU, networks=_narrow(16, 2, 1)),
     (ABLATIONS, "paper"): Size(1.0, 3, 10_000),
-    (WIDE, "gpu"): Size(0.2, 1, 2_000, rows=(DETERMINISTIC, GAUSSIAN)),  # the paper's own network
+    (WIDE, "gpu"): replace(_GPU, share=0.2, seeds=1, networks={}, rows=(DETERMINISTIC, GAUSSIAN)),  # the paper's own
 }
 SETTINGS = tuple(dict.fromkeys(setting for setting, _ in SIZES))
 
@@ -158,7 +158,7 @@ def epochs_of(setting: str, scale: str, label: str) -> int:
     """The paper's epochs in the proportion of the scale.
 
     >>> epochs_of("cifar10", "gpu", "Deterministic"), epochs_of("cifar10", "gpu", "Rank-1 Gaussian")
-    (40, 50)
+    (24, 30)
     """
     paper: int = rows_of(setting)[label].setting.training["epochs"]
     return max(2, round(size_of(setting, scale).share * paper))

@@ -73,7 +73,7 @@ def _epochs(session: Session, setting: str) -> str:
     """One budget for all: the paper's epochs in one proportion.
 
     >>> _epochs(Session("gpu", "work"), "cifar10")
-    "40 epochs for the deterministic network and 50 for rank-1 networks, the paper's 200 and 250; rates fall and ..."
+    "24 epochs for the deterministic network and 30 for rank-1 networks, the paper's 200 and 250; rates fall and ..."
     """
     ours = [epochs_of(setting, session.scale, label) for label in (DETERMINISTIC, GAUSSIAN)]
     paper = [rows_of(setting)[label].setting.training["epochs"] for label in (DETERMINISTIC, GAUSSIAN)]

@@ -44,8 +44,8 @@ class Training:
     """Settings of ``sb.fit``. Times are in epochs, or in fractions of the whole run where said.
 
     lr(t) = lr · warmup(t) · schedule(t); loss(t) = nll + kl_weight · β(t) · KL / num_data, with
-    β(t) = min(1, (t + 1) / (kl_annealing · steps)). Schedules in fractions of the run keep their proportions
-    when a run is shortened, as the rank-1 paper scales its own.
+    β(t) growing linearly from 0 at kl_start · steps to 1 at kl_annealing · steps. Schedules in fractions of the run keep
+    their proportions when a run is shortened, as the rank-1 paper scales its own.
 
     >>> Training(epochs=2, lr=0.1, schedule="cosine").multiplier(step=5, steps=10, per_epoch=5)
     0.5
@@ -70,7 +70,8 @@ class Training:
     decay: float = 0.2  # "steps": the factor at each milestone
     warmup: float = 0.0  # epochs of linear warm-up from 0
     kl_weight: float = 1.0
-    kl_annealing: float = 0.8  # fraction of the run over which the KL's weight grows linearly; 0: none
+    kl_annealing: float = 0.8  # fraction of the run by which the KL's weight has grown linearly; 0: from the first step
+    kl_start: float = 0.0  # fraction of the run before which it is 0
     kl_coefficient: float | None = (
         None  # instead: the weight grows by this per step, as the k-tied paper's does,
     )
@@ -142,15 +143,23 @@ class Training:
             raise ValueError(f"workers must be a whole number of at least 0, got {self.workers!r}")
         numbers = ("momentum", "weight_decay", "l2", "factor_lr_multiplier", "decay", "warmup", "kl_weight")
         optional = [name for name in ("clip_norm", "kl_coefficient") if getattr(self, name) is not None]
-        for name in ("lr", *numbers, "kl_annealing", *optional):
+        for name in ("lr", *numbers, "kl_annealing", "kl_start", *optional):
             value = getattr(self, name)
             least = "above 0" if name in ("lr", "clip_norm", "kl_coefficient") else "of at least 0"
             if not real_number(value) or value < 0 or (value == 0 and least == "above 0"):
                 raise ValueError(f"{name} must be a finite number {least}, got {value!r}")
-        if self.kl_annealing > 1 or not all(0 <= m <= 1 for m in self.milestones):
+        if max(self.kl_annealing, self.kl_start) > 1 or not all(0 <= m <= 1 for m in self.milestones):
             raise ValueError(
-                f"kl_annealing={self.kl_annealing} and milestones={self.milestones} are fractions of the run, "
-                f"between 0 and 1: epoch 100 of 250 is 0.4"
+                f"kl_annealing={self.kl_annealing}, kl_start={self.kl_start} and milestones={self.milestones} are "
+                f"fractions of the run, between 0 and 1: epoch 100 of 250 is 0.4"
+            )
+        if self.kl_start and (self.kl_coefficient is not None or self.kl_start > self.kl_annealing):
+            other = (
+                f"kl_annealing={self.kl_annealing}" if self.kl_coefficient is None else "a kl_coefficient"
+            )
+            raise ValueError(
+                f"kl_start={self.kl_start} goes with a later kl_annealing, by which the KL's weight is whole, and not "
+                f"with {other}"
             )
 
     def multiplier(self, step: int, steps: int, per_epoch: int) -> float:
@@ -165,19 +174,23 @@ class Training:
         return factor * min(1.0, (step + 1) / ramp) if ramp > 0 else factor
 
     def kl_factor(self, step: int, steps: int) -> float:
-        """The weight of the KL at a step: kl_weight · min(1, (step + 1) / (kl_annealing · steps)).
+        """The weight of the KL at a step: kl_weight · (step + 1 − a) / (b − a), of at least 0 and at most kl_weight.
 
+        a = kl_start · steps and b = kl_annealing · steps; with a = 0 it is the rank-1 paper's (``sb.LinearAnnealing``).
         With a ``kl_coefficient`` c it is kl_weight · min(1, c · kl_every · ⌊step / kl_every⌋) (``sb.StepAnnealing``).
 
         >>> [Training(kl_annealing=0.5).kl_factor(step, 8) for step in (0, 3, 7)]
         [0.25, 1.0, 1.0]
+        >>> [Training(kl_start=0.5, kl_annealing=1.0).kl_factor(step, 8) for step in (3, 4, 7)]
+        [0.0, 0.25, 1.0]
         >>> [Training(kl_coefficient=5e-4).kl_factor(step, 5000) for step in (99, 150, 4000)]
         [0.0, 0.05, 1.0]
         """
         if self.kl_coefficient is not None:
             return self.kl_weight * StepAnnealing(self.kl_coefficient, self.kl_every)(step)
-        ramp = self.kl_annealing * steps
-        return self.kl_weight * (min(1.0, (step + 1) / ramp) if ramp >= 1 else 1.0)
+        start = self.kl_start * steps
+        ramp, done = self.kl_annealing * steps - start, step + 1 - start
+        return self.kl_weight * (min(1.0, max(0.0, done) / ramp) if ramp >= 1 else float(done > 0))
 
     def make_optimizer(self, model: nn.Module, others: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         """The optimizer over ``sb.parameter_groups`` and, undecayed, other parameters (a learned precision)."""

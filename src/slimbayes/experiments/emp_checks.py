@@ -13,7 +13,6 @@ from slimbayes.experiments.outcome import FEWEST, Table, check, mean, standard_e
 from slimbayes.training import Training
 
 ORDER = ("ECMP", "EMP", "Dropout", "Vanilla")  # of the calibration error, from the lowest
-LIMIT = 1.05
 
 
 @functools.cache
@@ -67,19 +66,6 @@ def accuracy_checks(table: Table, samples: int) -> list[dict[str, Any]]:
         check(f"{words} {label} not below the vanilla network's", gain >= 0, gain, "≥ 0 points")
         for label, gain in gains.items()
     ]
-
-
-def cost_checks(label: str, found: dict[str, float], samples: int, rows: int) -> list[dict[str, Any]]:
-    """S draws take at most 1.05 times S deterministic passes, and chunks bound their memory."""
-    words = f"{label}: {samples} draws of {rows} rows against {samples} deterministic passes of the same rows"
-    times = {"time": found["ratio"]}
-    if "compiled" in found:
-        times = {"time in eager code": found["ratio"], "time of compiled networks": found["compiled"]}
-    checks = [check(f"{words}, {name}", value <= LIMIT, value, f"≤ {LIMIT}") for name, value in times.items()]
-    if "memory" in found:
-        words = f"{label}: peak memory of {samples} draws over that of one, in chunks of {rows} rows"
-        checks.append(check(words, found["memory"] <= LIMIT, found["memory"], f"≤ {LIMIT}"))
-    return checks
 
 
 def samples_checks(table: Table, label: str) -> list[dict[str, Any]]:

@@ -1,28 +1,23 @@
-"""What is measured of the EMP paper's image networks: averages over ever more draws, corruption errors, costs."""
+"""What is measured of the EMP paper's image networks: averages over ever more draws, corruption errors."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slimbayes.data import Split
 from slimbayes.data.shifts import Shift, shifts_for
 from slimbayes.experiments.averages import columns_of, running_means
 from slimbayes.experiments.emp_figures import figures_of
-from slimbayes.experiments.emp_recipes import WAYS, prepare, size_of, train
+from slimbayes.experiments.emp_recipes import WAYS, prepare, size_of
 from slimbayes.experiments.images import Job, corrupted, evaluation, ready
 from slimbayes.experiments.networks import Trained
 from slimbayes.experiments.session import Session
-from slimbayes.predict import predict
 
 VERSION = 1  # raise it when a function here changes what it gives
-COST = 2  # of ``cost``
-_ROUNDS = {"smoke": 1, "desk": 3, "gpu": 5, "paper": 5}
 
 
 def inputs_of(session: Session, setting: str) -> Callable[[Tensor], Tensor]:
@@ -94,72 +89,3 @@ def _corruption_rates(session: Session, trained: Trained, job: Job, samples: int
 def _shifts(session: Session, setting: str) -> tuple[Shift, ...]:
     """The 15 corruptions of images from 32 pixels on; the shifts of tiny ones in smoke tests."""
     return shifts_for(prepare(session, setting).data, root=session.data_root)
-
-
-def cost(session: Session, job: Job, plain: Job) -> dict[str, float]:
-    """S draws of some rows against S deterministic passes of the same rows, in turn; kept beside the network.
-
-    "ratio" is the median over rounds, on a GPU also with both networks compiled ("compiled"); "memory" the peak of S
-    draws over that of one, in chunks of the same rows, where the device counts its memory.
-    """
-    size, trained = size_of(job.setting, session.scale), train(session, job)
-    samples = size.samples[-1]
-    rows = min(512, size.chunk, len(prepare(session, job.setting).data.test))
-    key = f"cost of {samples} draws of {rows} rows, version {COST}"
-    return dict(session.kept(trained, key, lambda: _cost(session, job, plain, samples, rows)))
-
-
-def _cost(session: Session, job: Job, plain: Job, samples: int, rows: int) -> dict[str, float]:
-    model, vanilla = (ready(session, train(session, each)) for each in (job, plain))
-    raw = prepare(session, job.setting).data.test.inputs[:rows]
-    x = inputs_of(session, job.setting)(raw.to(session.device))
-
-    def draws(network: nn.Module, count: int) -> Tensor:
-        return predict(network, x, samples=count, seed=0, chunk=rows, keep_draws=False).mean
-
-    def passes(network: nn.Module) -> Tensor:
-        total = torch.zeros((), device=x.device)
-        with torch.no_grad():
-            for _ in range(samples):
-                total = total + network(x).float().softmax(-1)
-        return total / samples
-
-    def ratio(network: nn.Module, other: nn.Module) -> float:
-        ratios = []
-        for turn in range(1 + _ROUNDS[session.scale]):
-            ours = _seconds(session, lambda: draws(network, samples))
-            theirs = _seconds(session, lambda: passes(other))
-            if turn:  # the first has the libraries' choices in it
-                ratios.append(ours / theirs)
-        return statistics.median(ratios)
-
-    with evaluation(session, 0):
-        found = {"ratio": ratio(model, vanilla)}
-        if session.device.type == "cuda":
-            peaks = [_peak(session, lambda count=count: draws(model, count)) for count in (1, samples)]  # type: ignore[misc]
-            found |= {"memory": peaks[1] / peaks[0], "peak_mib": peaks[1] / 2**20}
-            found["compiled"] = ratio(*(_compiled(network) for network in (model, vanilla)))
-    return found
-
-
-def _compiled(network: nn.Module) -> nn.Module:
-    return torch.compile(network)  # type: ignore[return-value]
-
-
-def _seconds(session: Session, run: Callable[[], Tensor]) -> float:
-    _wait(session)
-    begun = time.perf_counter()
-    run()
-    _wait(session)
-    return time.perf_counter() - begun
-
-
-def _wait(session: Session) -> None:
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)
-
-
-def _peak(session: Session, run: Callable[[], Tensor]) -> int:
-    torch.cuda.reset_peak_memory_stats(session.device)
-    run()
-    return int(torch.cuda.max_memory_allocated(session.device))

@@ -44,8 +44,8 @@ class Training:
     """Settings of ``sb.fit``. Times are in epochs, or in fractions of the whole run where said.
 
     lr(t) = lr · warmup(t) · schedule(t); loss(t) = nll + kl_weight · β(t) · KL / num_data, with
-    β(t) growing linearly from 0 at kl_start · steps to 1 at kl_annealing · steps. Schedules in fractions of the run keep
-    their proportions when a run is shortened, as the rank-1 paper scales its own.
+    β(t) growing linearly from 0 at kl_start · steps to 1 at kl_annealing · steps. Schedules in fractions of the run
+    keep their proportions when a run is shortened, as the rank-1 paper scales its own.
 
     >>> Training(epochs=2, lr=0.1, schedule="cosine").multiplier(step=5, steps=10, per_epoch=5)
     0.5

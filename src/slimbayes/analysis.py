@@ -223,7 +223,9 @@ def component_spread(model: nn.Module) -> dict[str, dict[str, float]]:
     >>> component_spread(net)
     {'': {'r': 0.0, 's': 0.0}}
     """
-    return _of_factors(model, lambda factor: factor.loc.float().std(0).mean() if len(factor.loc) > 1 else None)
+    return _of_factors(
+        model, lambda factor: factor.loc.float().std(0).mean() if len(factor.loc) > 1 else None
+    )
 
 
 @torch.no_grad()
@@ -247,9 +249,7 @@ def factor_scale(model: nn.Module) -> dict[str, dict[str, float]]:
     return _of_factors(model, scale)
 
 
-def _of_factors(
-    model: nn.Module, measure: Callable[[Factor], Tensor | None]
-) -> dict[str, dict[str, float]]:
+def _of_factors(model: nn.Module, measure: Callable[[Factor], Tensor | None]) -> dict[str, dict[str, float]]:
     """A number of every rank-1 factor, by layer; factors and layers that have none are left out."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, layer in converted_layers(root_of(model)):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.training.monitor import warn_of_collapse
+from slimbayes.training import Training, predicted_spread
+from slimbayes.training.monitor import spread_of, warn_of_collapse
 
 DATA = (torch.randn(64, 3, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 2)
 
@@ -90,3 +91,75 @@ def test_a_collapse_before_the_first_row():
         )
     assert len(result.history) == 1
     assert said[0].filename == __file__, "where fit was called"
+
+
+# What the KL alone does to components, against SGD on the KL alone.
+PULLED = {
+    "summed": (sb.Rank1(components=3, random_sign_init=-0.5), {}),
+    "averaged": (sb.Rank1(components=3, kl_reduction="mean"), {"kl_start": 0.4, "factor_lr_multiplier": 5.0}),
+    "log-normal": (sb.Rank1(components=3, posterior="lognormal", random_sign_init=-0.3), {"kl_annealing": 0.4}),
+    "cauchy": (sb.Rank1(components=3, posterior="cauchy", prior=sb.Cauchy(1.0, 0.3)), {"factor_lr_multiplier": 20.0}),
+    "wide": (sb.Rank1(components=3, prior=sb.Normal(1.0, 0.5)), {"kl_annealing": 0.0, "factor_lr_multiplier": 20.0}),
+    "one a point": (sb.Rank1(components=3, random="output"), {}),
+    "points": (sb.BatchEnsemble(components=3), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PULLED)
+def test_spread_by_the_kl_alone_is_that_of_sgd_without_a_likelihood(case):
+    method, options = PULLED[case]
+    torch.manual_seed(0)
+    model = sb.bayesianize(nn.Linear(6, 40), method)
+    for factor in (model.bayes.r, model.bayes.s):
+        factor.spread.requires_grad_(False)  # scales stay where they are
+    training = Training(
+        epochs=4, batch_size=200, optimizer="sgd", schedule="steps", lr=0.1, warmup=1.0, **options
+    )
+    predicted = predicted_spread(model, training, num_data=20_000)
+    optimizer, seen = training.make_optimizer(model), [spread_of(model)["component_spread"]]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step in range(400):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * training.multiplier(step, 400, 100)
+        optimizer.zero_grad()
+        loss = training.kl_factor(step, 400) * sb.kl(model) / 20_000
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+        if step % 100 == 99:
+            seen.append(spread_of(model)["component_spread"])
+    assert predicted == pytest.approx(seen, rel=0.04)
+    assert case == "points" or predicted[-1] < 0.97 * predicted[0]
+
+
+def test_spread_is_not_predicted_where_it_cannot_be():
+    model, sgd = sb.bayesianize(nn.Linear(2, 3), sb.Rank1()), Training(optimizer="sgd", epochs=1)
+    with pytest.raises(ValueError, match="optimizer='sgd', not for 'adamw'"):
+        predicted_spread(model, Training(), 100)
+    with pytest.raises(ValueError, match="momentum=1"):
+        predicted_spread(model, Training(optimizer="sgd", momentum=1.0), 100)
+    with pytest.raises(ValueError, match="num_data"):
+        predicted_spread(model, sgd, 0)
+    for method in (sb.Rank1(components=1), sb.MeanField()):
+        with pytest.raises(ValueError, match="no rank-1 factors of several components"):
+            predicted_spread(sb.bayesianize(nn.Linear(2, 3), method), sgd, 100)
+    other = sb.bayesianize(nn.Linear(2, 3), sb.Rank1(prior=sb.Cauchy(1.0, 0.1), dropout_rate=0.0099))
+    with pytest.raises(ValueError, match="Normal to a Cauchy prior"):
+        predicted_spread(other, sgd, 100)
+
+
+@pytest.mark.parametrize("posterior", ["normal", "cauchy", "lognormal", "halfcauchy", "delta"])
+def test_scale_of_factors(posterior):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    found = sb.analysis.factor_scale(sb.bayesianize(net, sb.Rank1(posterior=posterior, dropout_rate=0.5)))
+    if posterior == "delta":
+        assert found == {}
+    else:  # p = 1/2 is a scale of 1; that of Normals starts around it
+        assert {name: set(values) for name, values in found.items()} == {"0": {"r", "s"}, "1": {"r", "s"}}
+        assert all(abs(v - 1) < 0.1 for values in found.values() for v in values.values())
+
+
+def test_scale_of_one_random_factor():
+    found = sb.analysis.factor_scale(sb.bayesianize(nn.Linear(3, 4), sb.Rank1(random="input")))
+    assert list(found[""]) == ["s"]
+    assert sb.analysis.factor_scale(sb.bayesianize(nn.Linear(2, 2), sb.MeanField())) == {}

@@ -61,6 +61,21 @@ def test_annealing_of_the_kl():
     assert Training(kl_annealing=0.01).kl_factor(0, 10) == 1.0  # a ramp of less than a step
 
 
+def test_annealing_may_begin_late():
+    training = Training(kl_weight=0.5, kl_start=0.4, kl_annealing=0.8)
+    assert [training.kl_factor(step, 10) for step in (0, 3, 4, 5, 7, 9)] == pytest.approx(
+        [0.0, 0.0, 0.125, 0.25, 0.5, 0.5]
+    )
+    jump = Training(kl_start=0.5, kl_annealing=0.5)
+    assert [jump.kl_factor(step, 10) for step in (4, 5, 9)] == [0.0, 1.0, 1.0]
+    same, late = Training(kl_start=0.4), sb.LinearAnnealing(80, start=40)
+    assert [same.kl_factor(step, 100) for step in range(100)] == pytest.approx(list(map(late, range(100))))
+    with pytest.raises(ValueError, match=r"kl_start=0\.9 goes with a later kl_annealing"):
+        Training(kl_start=0.9, kl_annealing=0.8)
+    with pytest.raises(ValueError, match=r"kl_start=0\.1 .* not with a kl_coefficient"):
+        Training(kl_start=0.1, kl_coefficient=1e-4)
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_optimizer_groups(kind):
     """L2 of the papers is torch's weight_decay / 2, on shared weights alone; factors have their own rate."""
@@ -108,6 +123,7 @@ WRONG = {
     "warmup": (-1, "one"),
     "kl_weight": (-1, math.inf),
     "kl_annealing": (-0.1, 1.1, "x"),
+    "kl_start": (-0.1, 1.1, None),
     "samples": (0, 1.0),
     "noise": ("gauss",),
     "reduction": ("sum",),

@@ -119,7 +119,9 @@ SIZES: dict[tuple[str, str], Size] = {
     (ABLATIONS, "desk"): _DESK,
     (ABLATIONS, "gpu"): replace(_GPU, networks=_narrow(16, 2, 1)),
     (ABLATIONS, "paper"): Size(1.0, 3, 10_000),
-    (WIDE, "gpu"): replace(_GPU, share=0.2, seeds=1, networks={}, rows=(DETERMINISTIC, GAUSSIAN)),  # the paper's own
+    (WIDE, "gpu"): replace(
+        _GPU, share=0.2, seeds=1, networks={}, rows=(DETERMINISTIC, GAUSSIAN)
+    ),  # the paper's own
 }
 SETTINGS = tuple(dict.fromkeys(setting for setting, _ in SIZES))
 

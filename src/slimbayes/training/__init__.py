@@ -2,6 +2,7 @@
 
 from slimbayes.training.loop import FitResult, fit
 from slimbayes.training.many import ManyResult, fit_many
+from slimbayes.training.pull import predicted_spread
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Source, hold_out, make_source, mixed_seed
 from slimbayes.training.step import Objective, StopTraining, TrainingError, make_fabric
@@ -20,4 +21,5 @@ __all__ = [
     "make_fabric",
     "make_source",
     "mixed_seed",
+    "predicted_spread",
 ]

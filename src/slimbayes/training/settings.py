@@ -70,7 +70,9 @@ class Training:
     decay: float = 0.2  # "steps": the factor at each milestone
     warmup: float = 0.0  # epochs of linear warm-up from 0
     kl_weight: float = 1.0
-    kl_annealing: float = 0.8  # fraction of the run by which the KL's weight has grown linearly; 0: from the first step
+    kl_annealing: float = (
+        0.8  # fraction of the run by which the KL's weight has grown linearly; 0: from the first step
+    )
     kl_start: float = 0.0  # fraction of the run before which it is 0
     kl_coefficient: float | None = (
         None  # instead: the weight grows by this per step, as the k-tied paper's does,
@@ -154,9 +156,7 @@ class Training:
                 f"fractions of the run, between 0 and 1: epoch 100 of 250 is 0.4"
             )
         if self.kl_start and (self.kl_coefficient is not None or self.kl_start > self.kl_annealing):
-            other = (
-                f"kl_annealing={self.kl_annealing}" if self.kl_coefficient is None else "a kl_coefficient"
-            )
+            other = f"kl_annealing={self.kl_annealing}" if self.kl_coefficient is None else "a kl_coefficient"
             raise ValueError(
                 f"kl_start={self.kl_start} goes with a later kl_annealing, by which the KL's weight is whole, and not "
                 f"with {other}"

@@ -99,6 +99,7 @@ COLUMNS = {
     "explained_2": Column("Variance explained by the first two singular values", "", 4),
     "disagreement": Column("Disagreement / (1 − accuracy)", "higher", 3),
     "spread": Column("Spread of components", "", 4),
+    "predicted": Column("Spread by the KL alone", "", 4),
     "scale": Column("Scale of the factors", "", 4),
     "auroc_entropy": Column("AUROC of entropy", "higher", 3),
     "auroc_mutual_information": Column("AUROC of mutual information", "higher", 3),

@@ -163,7 +163,7 @@ _OURS = (
             settings.rank1_cifar({"KL from 40 %": settings.gaussian()}, name="cifar10-later", kl_start=0.4),
             settings.cauchy_cifar(), settings.batch_ensemble_cifar(), settings.baselines_cifar()[0],
         ),
-        ("spread", "scale", "disagreement", *_BOTH), errata=tables.CIFAR_ERRATA, beyond=True,
+        ("spread", "predicted", "scale", "disagreement", *_BOTH), errata=tables.CIFAR_ERRATA, beyond=True,
     ),
     Experiment(
         "rank1/ood", "Beyond: foreign images", "House numbers told from CIFAR-10",

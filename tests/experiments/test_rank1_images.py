@@ -20,12 +20,14 @@ from slimbayes.experiments.rank1_curves import averaged
 from slimbayes.experiments.rank1_recipes import (
     ABLATIONS,
     BATCH_ENSEMBLE,
+    CAUCHY,
     DETERMINISTIC,
     GAUSSIAN,
     MAIN,
     MORE,
     SAME,
     SIZES,
+    TUNING,
     WIDE,
     jobs_of,
     recipe,
@@ -74,11 +76,15 @@ def test_schedules_keep_the_papers_proportions(scale):
     for setting in (MAIN, MORE, ABLATIONS):
         for label, row in rows_of(setting).items():
             training, paper = recipe(session, setting, label).training, row.setting.training
-            assert training.epochs == round(SIZES[setting, scale].share * paper["epochs"]), label
+            size, few = SIZES[setting, scale], paper["batch_size"]
+            if size.equal and few == 512:  # baselines, as rank-1 networks
+                few = 128
+            assert training.epochs == round(size.share * (250 if size.equal else paper["epochs"])), label
             members = 4 if label.startswith("Ensemble") else 1
             assert training.milestones == tuple(paper["milestones"])
-            assert (training.l2 * members, training.lr / members) == pytest.approx((paper["l2"], paper["lr"]))
-            assert training.batch_size == paper["batch_size"]
+            rate = paper["lr"] * few / paper["batch_size"]
+            assert (training.l2 * members, training.lr / members) == pytest.approx((paper["l2"], rate))
+            assert training.batch_size == few
             assert training.kl_annealing == paper.get("kl_annealing", sb.Training().kl_annealing)
             assert training.warmup == 1.0
     rows = {
@@ -87,6 +93,16 @@ def test_schedules_keep_the_papers_proportions(scale):
         for label in ("K = 1", "K = 2", "K = 8", "K = 16", GAUSSIAN)
     }
     assert set(rows.values()) == {512}
+
+
+def test_the_search_tries_every_method_with_the_same_penalties():
+    session = Session("gpu", "work")
+    found = {job.label: recipe(session, TUNING, job.label) for job in jobs_of(session, TUNING)}
+    assert len(found) == 16 and {job.seed for job in jobs_of(session, TUNING)} == {0}
+    for method in (DETERMINISTIC, BATCH_ENSEMBLE, GAUSSIAN, CAUCHY):
+        mine = [made.training for label, made in found.items() if label.startswith(method)]
+        assert sorted({training.l2 for training in mine}) == [1e-4, 3e-4], method
+        assert {(training.epochs, training.batch_size, training.lr) for training in mine} == {(20, 128, 0.1)}
 
 
 def test_networks_of_equal_parameters_at_gpu_scale():
@@ -277,6 +293,18 @@ def test_figures_share_their_networks(session, tmp_path):
     ]  # fmt: skip
     for mixture, members in (lines[:2], lines[2:]):
         assert all(a <= b + 1e-6 for a, b in zip(mixture["y"][0], members["y"][0], strict=True)), "Jensen"
+
+
+def test_the_search_looks_at_held_out_images_alone(session, tmp_path):
+    path = reproduce("rank1/tuning", "smoke", tmp_path, session.work, progress=False)
+    document = sb.experiments.read_result(path)
+    (table,) = document["tables"]
+    assert "100 images held out" in table["title"] and len(table["rows"]) == 2
+    best = [text for text in document["deviations"] if "the lowest NLL have" in text]
+    assert best and all(row["label"] in best[0] for row in table["rows"])  # one row of each method
+    prepared, data = rank1_recipes.prepare(session, TUNING), load_data("digits")
+    assert torch.equal(prepared.validation.inputs, data.train.inputs[-100:])
+    assert len(prepared.data.train) == len(data.train) - 100
 
 
 def test_digits_are_the_data_of_smoke_runs(session):

@@ -19,6 +19,7 @@ from slimbayes.experiments.rank1_measures import (
     clean,
     foreign,
     foreign_images,
+    held_out,
     measure,
     on_corrupted,
 )
@@ -31,6 +32,7 @@ from slimbayes.experiments.rank1_recipes import (
     MAIN,
     MORE,
     SETTINGS,
+    TUNING,
     WIDE,
     epochs_of,
     jobs_of,
@@ -239,6 +241,21 @@ def collapse(session: Session, setting: str) -> Outcome:
     return Outcome([table], [curve(setting, words, "step", "spread", lines, log_y=True)])
 
 
+def tuning(session: Session, setting: str) -> Outcome:
+    """Every row's figures on held-out images, and which row of each method has the lowest NLL."""
+    words = f"{title(session, setting)}: {len(prepare(session, setting).validation):,} images held out"
+    table = Table(setting, words, ("nll", "accuracy", "ece", "spread", "scale"))
+    for job in jobs_of(session, setting):
+        found = train(session, job)
+        figures = held_out(session, found, job)
+        table.add(job.label, {**figures, **_last(found.probes, "spread", "scale")}, figures["errors"])
+    best: dict[str, str] = {}
+    for label in sorted(table.rows, key=lambda row: table.mean(row, "nll")):
+        best.setdefault(label.split(",")[0], label)
+    said = f"one seed of each; the lowest NLL have {'; '.join(best.values())}."
+    return Outcome([table], deviations=[said])
+
+
 def ood(session: Session, setting: str) -> Outcome:
     """Foreign images told from test images by entropy and by mutual information."""
     labels = [job.label for job in jobs_of(session, setting) if job.seed == 0]
@@ -288,5 +305,6 @@ RUNNERS: dict[str, Runner] = {
     "rank1/figure10": _runner(functools.partial(severities, "median"), MAIN),
     "rank1/figure11": _runner(functools.partial(severities, "median"), MORE),
     "rank1/collapse": _runner(collapse, ABLATIONS, labels=COLLAPSE),
+    "rank1/tuning": _runner(tuning, TUNING),
     "rank1/ood": _runner(ood, MAIN),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from slimbayes.experiments.rank1_recipes import (
     GAUSSIAN,
     MAIN,
     MORE,
+    TUNING,
     data_of,
     prepare,
     rows_of,
@@ -40,16 +41,25 @@ def samples_of(session: Session, job: Job, on_corrupted: bool = False) -> int:
     return min(samples, size_of(job.setting, session.scale).most_samples)
 
 
+def held_out(session: Session, trained: Trained, job: Job) -> dict[str, Any]:
+    """Figures on training images that were held out, and their errors over examples; kept beside the network."""
+    count = samples_of(session, job)
+    rows = prepare(session, job.setting).validation
+    key = f"{len(rows)} held out, {count} samples, version {VERSION}"
+    return dict(session.kept(trained, key, lambda: _clean(session, trained, job, count, rows)))
+
+
 def clean(session: Session, trained: Trained, job: Job, samples: int | None = None) -> dict[str, Any]:
     """Figures on the test images, and their errors over examples; kept beside the network."""
     count = samples_of(session, job) if samples is None else samples
     key = f"clean, {count} samples, version {VERSION}"
-    return dict(session.kept(trained, key, lambda: _clean(session, trained, job, count)))
+    rows = prepare(session, job.setting).data.test
+    return dict(session.kept(trained, key, lambda: _clean(session, trained, job, count, rows)))
 
 
-def _clean(session: Session, trained: Trained, job: Job, samples: int) -> dict[str, Any]:
+def _clean(session: Session, trained: Trained, job: Job, samples: int, rows: Split) -> dict[str, Any]:
     with evaluation(session, job.seed):
-        found = _assessed(session, trained, job, prepare(session, job.setting).data.test, samples)
+        found = _assessed(session, trained, job, rows, samples)
     examples, values = found.examples, found.compute()
     right = (examples["prediction"] == examples["target"]).double() * 100
     figures: dict[str, Any] = {**_figures(found), "gibbs_nll": values["gibbs_nll"]}
@@ -156,6 +166,9 @@ def _error(column: Tensor) -> float:
 def measure(session: Session, job: Job) -> float:
     """Train a network and measure what the reports will ask of it; returns the seconds of training."""
     found = train(session, job)
+    if job.setting == TUNING:
+        held_out(session, found, job)
+        return found.seconds
     clean(session, found, job)
     on_corrupted(session, found, job)
     if job.setting == MAIN:

@@ -19,7 +19,7 @@ def progress(session: Session, examples: int) -> Probe:
     """How far components are apart and how wide, and figures of the mixture and its members on the first examples."""
 
     def probe(model: nn.Module, prepared: Prepared, step: int) -> dict[str, Any]:
-        rows = prepared.data.test[:examples].to(session.device)
+        rows = prepared.validation[:examples].to(session.device)
         with evaluation(session, step):
             batch = rows.inputs, rows.targets
             found = assess(model.eval(), [batch], prepare=prepared.data.scaling).compute()

@@ -20,7 +20,8 @@ from slimbayes.specs import parse_method
 from slimbayes.training import Training
 
 MAIN, MORE, ABLATIONS, WIDE = "cifar10", "cifar100", "cifar10-ablations", "cifar10-wide"
-DATA = {MAIN: "cifar10", MORE: "cifar100", ABLATIONS: "cifar10", WIDE: "cifar10"}
+TUNING = "cifar10-tuning"
+DATA = {MAIN: "cifar10", MORE: "cifar100", ABLATIONS: "cifar10", WIDE: "cifar10", TUNING: "cifar10"}
 GAUSSIAN, CAUCHY = settings.GAUSSIAN, settings.CAUCHY
 DETERMINISTIC, BATCH_ENSEMBLE = "Deterministic", "BatchEnsemble"
 PAD = 2
@@ -67,7 +68,8 @@ def rows_of(setting: str) -> Mapping[str, Row]:
     ['Deterministic', 'BatchEnsemble']
     """
     if setting != ABLATIONS:
-        return _rows({IMAGENET: "rank1/table1", MORE: "rank1/table3"}.get(setting, "rank1/table2"))
+        entries = {IMAGENET: "rank1/table1", MORE: "rank1/table3", TUNING: "rank1/tuning"}
+        return _rows(entries.get(setting, "rank1/table2"))
     main = rows_of(MAIN)
     found = {label: main[label] for label in (GAUSSIAN, CAUCHY, BATCH_ENSEMBLE, DETERMINISTIC)}
     for entry in ("figure2", "figure3", "figure4", "figure-v1-5", "figure9", "collapse"):
@@ -91,6 +93,8 @@ class Size:
     most_samples: int = 25
     steps: int | None = None  # so many, whatever the epochs
     probes: int = 20  # looks at a network while it trains
+    held_out: int = 0  # training images that are not trained on
+    equal: bool = False  # whether baselines take as many epochs, and images a step, as rank-1 networks do
 
 
 def _narrow(depth: int, width: int, half: int) -> dict[str, str]:
@@ -100,30 +104,44 @@ def _narrow(depth: int, width: int, half: int) -> dict[str, str]:
     }
 
 
+_TWO = ("Deterministic, l2 = 0.0001", "Rank-1 Gaussian, l2 = 0.0003, KL averaged, p = 0.01")
 _FOUR = (DETERMINISTIC, BATCH_ENSEMBLE, GAUSSIAN, CAUCHY)
 _SMOKE = Size(
     0.0, 1, 20, _narrow(10, 1, 1), "digits", chunk=1_000, probed=30, most_samples=2, steps=4, probes=2
 )
 _DESK = Size(0.04, 1, 200, _narrow(10, 2, 1), chunk=1_000, probed=500)
 _GPU = Size(0.08, 3, 1_000, _narrow(16, 4, 2), chunk=10_000, probed=1_000)
+
+
+def _held_out(size: Size) -> Size:
+    """For a search: one seed, and nothing but held-out images."""
+    return replace(size, held_out=5_000, equal=True, seeds=1, corrupted=0, probes=4)
+
+
 SIZES: dict[tuple[str, str], Size] = {
     (MAIN, "smoke"): _SMOKE,
     (MAIN, "desk"): _DESK,
-    (MAIN, "gpu"): replace(_GPU, share=0.12),
+    (MAIN, "gpu"): replace(_GPU, share=0.1, equal=True),
     (MAIN, "paper"): Size(1.0, 10, 10_000),
     (MORE, "smoke"): replace(_SMOKE, rows=_FOUR),
     (MORE, "desk"): replace(_DESK, rows=_FOUR),
-    (MORE, "gpu"): replace(_GPU, share=0.12, rows=_FOUR),
+    (MORE, "gpu"): replace(_GPU, share=0.1, rows=_FOUR, equal=True),
     (MORE, "paper"): Size(1.0, 10, 10_000),
     (ABLATIONS, "smoke"): _SMOKE,
     (ABLATIONS, "desk"): _DESK,
     (ABLATIONS, "gpu"): replace(_GPU, networks=_narrow(16, 2, 1)),
     (ABLATIONS, "paper"): Size(1.0, 3, 10_000),
+    (TUNING, "smoke"): replace(_SMOKE, held_out=100, equal=True, rows=_TWO),
+    (TUNING, "desk"): _held_out(_DESK),
+    (TUNING, "gpu"): _held_out(replace(_GPU, networks=_narrow(16, 2, 1))),
+    (TUNING, "paper"): _held_out(Size(1.0, 1, 0)),
     (WIDE, "gpu"): replace(
         _GPU, share=0.2, seeds=1, networks={}, rows=(DETERMINISTIC, GAUSSIAN)
     ),  # the paper's own
 }
 SETTINGS = tuple(dict.fromkeys(setting for setting, _ in SIZES))
+_LIKE = settings.gaussian_cifar().training  # of rank-1 networks
+_BASELINES = tuple(setting.name for k in (10, 100) for setting in settings.baselines_cifar(k))
 
 
 def size_of(setting: str, scale: str) -> Size:
@@ -142,8 +160,8 @@ def data_of(setting: str, scale: str) -> str:
 
 def prepare(session: Session, setting: str) -> Prepared:
     """The data of a setting as the paper prepares them: padded by 2, cropped and flipped in training."""
-    data = data_of(setting, session.scale)
-    return session.prepared(data, None if data == "digits" else SCALING, pad=PAD)
+    data, held_out = data_of(setting, session.scale), size_of(setting, session.scale).held_out
+    return session.prepared(data, None if data == "digits" else SCALING, held_out, pad=PAD)
 
 
 def network_of(setting: str, scale: str, label: str) -> str:
@@ -157,13 +175,26 @@ def network_of(setting: str, scale: str, label: str) -> str:
 
 
 def epochs_of(setting: str, scale: str, label: str) -> int:
-    """The paper's epochs in the proportion of the scale.
+    """The paper's epochs in the proportion of the scale; those of rank-1 networks for all where rows are equal.
 
-    >>> epochs_of("cifar10", "gpu", "Deterministic"), epochs_of("cifar10", "gpu", "Rank-1 Gaussian")
-    (24, 30)
+    >>> [epochs_of(setting, "gpu", "Deterministic") for setting in ("cifar10", "cifar10-wide")]
+    [25, 40]
     """
-    paper: int = rows_of(setting)[label].setting.training["epochs"]
-    return max(2, round(size_of(setting, scale).share * paper))
+    size, paper = size_of(setting, scale), rows_of(setting)[label].setting.training
+    epochs: int = _LIKE["epochs"] if size.equal else paper["epochs"]
+    return max(2, round(size.share * epochs))
+
+
+def batch_of(setting: str, scale: str, label: str) -> int:
+    """The images of a step: the paper's, and those of rank-1 networks for baselines where rows are equal.
+
+    >>> [batch_of(setting, "gpu", "Deterministic") for setting in ("cifar10", "cifar10-wide")]
+    [128, 512]
+    """
+    setting_of = rows_of(setting)[label].setting
+    alike = size_of(setting, scale).equal and setting_of.name.startswith(_BASELINES)
+    size: int = (_LIKE if alike else setting_of.training)["batch_size"]
+    return size
 
 
 def training_of(row: Row, epochs: int, batch_size: int | None = None, **options: Any) -> Training:
@@ -185,10 +216,11 @@ def training_of(row: Row, epochs: int, batch_size: int | None = None, **options:
 def recipe(session: Session, setting: str, label: str) -> Recipe:
     """The recipe of a row on CIFAR."""
     row, epochs = rows_of(setting)[label], epochs_of(setting, session.scale, label)
+    batch, steps = batch_of(setting, session.scale, label), size_of(setting, session.scale).steps
     cuda = session.device.type == "cuda"
     some = "components_per_step" in row.method  # they are chosen in Python, which cannot be recorded
     training = training_of(
-        row, epochs, steps=size_of(setting, session.scale).steps, accelerator=session.device.type,
+        row, epochs, batch, steps=steps, accelerator=session.device.type,
         precision="bf16-mixed" if cuda else "32-true", compile=cuda, capture=cuda and not some,
         checkpoint_every=2000 if cuda else 200,
     )  # fmt: skip

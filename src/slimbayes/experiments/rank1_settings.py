@@ -58,11 +58,11 @@ def gaussian(classes: int = 10, options: str = "", components: int = 4, rate: fl
     )
 
 
-def cauchy(classes: int = 10) -> str:
+def cauchy(classes: int = 10, rate: float = 1e-6) -> str:
     """The same with mixtures of Cauchys, prior scale 0.1 on CIFAR-10 and 0.01 on CIFAR-100."""
     return (
         f"Rank1(components=4, posterior='cauchy', prior=Cauchy(1, {_CAUCHY_SCALE[classes]}), "
-        f"random_sign_init={_SIGNS[classes]}, dropout_rate=1e-6)"
+        f"random_sign_init={_SIGNS[classes]}, dropout_rate={rate})"
     )
 
 
@@ -141,6 +141,34 @@ def cifar(classes: int) -> tuple[Setting, ...]:
     deterministic, *others = baselines_cifar(classes)
     middle = (batch_ensemble_cifar(classes), *others[:2], gaussian_cifar(classes), cauchy_cifar(classes))
     return (deterministic, *middle, *others[2:])
+
+
+def tuned(l2: float) -> tuple[Setting, ...]:
+    """What is tried on held-out images with a penalty l2: the four main methods, all with the same penalties.
+
+    >>> [len(setting.methods) for setting in tuned(3e-4)]
+    [1, 1, 4, 2]
+    """
+    reductions = {"KL summed": "", "KL averaged": ", kl_reduction='mean'"}
+    normals = {
+        f"{GAUSSIAN}, l2 = {l2:g}, {words}, p = {rate:g}": gaussian(options=option, rate=rate)
+        for words, option in reductions.items()
+        for rate in (1e-3, 1e-2)
+    }
+    heavy = {f"{CAUCHY}, l2 = {l2:g}, p = {rate:g}": cauchy(rate=rate) for rate in (1e-6, 1e-8)}
+    others = (baselines_cifar()[0], batch_ensemble_cifar())
+    return (
+        *(_with(setting, l2) for setting in others),
+        rank1_cifar(normals, name=f"cifar10-normal-{l2:g}", l2=l2),
+        rank1_cifar(heavy, name=f"cifar10-cauchy-{l2:g}", samples=4, l2=l2),
+    )
+
+
+def _with(setting: Setting, l2: float) -> Setting:
+    """The same with another penalty, which its label names."""
+    methods = {f"{label}, l2 = {l2:g}": method for label, method in setting.methods.items()}
+    training = {**setting.training, "l2": l2}
+    return replace(setting, name=f"{setting.name}-{l2:g}", methods=methods, training=training)
 
 
 def _imagenet(

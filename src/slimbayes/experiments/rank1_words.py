@@ -7,6 +7,7 @@ from slimbayes.experiments.rank1_recipes import (
     DETERMINISTIC,
     GAUSSIAN,
     MORE,
+    batch_of,
     data_of,
     epochs_of,
     jobs_of,
@@ -27,7 +28,12 @@ def title(session: Session, setting: str) -> str:
     'CIFAR-10, wrn(depth=16, width=2)'
     """
     data = data_of(setting, session.scale)
-    return f"{_NAMES.get(data, data)}, {network_of(setting, session.scale, GAUSSIAN)}"
+    return f"{_NAMES.get(data, data)}, {network_of(setting, session.scale, _first(setting, GAUSSIAN))}"
+
+
+def _first(setting: str, method: str) -> str:
+    """The first row of a method."""
+    return next(label for label in rows_of(setting) if label.startswith(method))
 
 
 def deviations(session: Session, setting: str) -> list[str]:
@@ -48,9 +54,11 @@ def deviations(session: Session, setting: str) -> list[str]:
         said.append(f"{size.steps} steps of training, and at most {size.most_samples} samples per component.")
     elif size.share != 1:
         said.append(_epochs(session, setting))
-    if size.corrupted < count:
+    if size.held_out:
+        said.append(f"trained without the last {size.held_out:,} training images, on which all figures are.")
+    elif size.corrupted < count:
         said.append(f"corrupted: the first {size.corrupted:,} test images, of every type and severity.")
-    if not size.data:
+    if not size.data and not size.held_out:
         types = "the 17 types of the paper's CIFAR-100-C" if setting == MORE else "the 15 types of CIFAR-10-C"
         said.append(
             f"the corruptions are slimbayes' own images of {types}, not the published files, whose severities they "
@@ -70,13 +78,21 @@ def _labels(session: Session, setting: str) -> list[str]:
 
 
 def _epochs(session: Session, setting: str) -> str:
-    """One budget for all: the paper's epochs in one proportion.
+    """One budget for all: the paper's epochs in one proportion, or those of rank-1 networks for every row.
 
-    >>> _epochs(Session("gpu", "work"), "cifar10")
-    "24 epochs for the deterministic network and 30 for rank-1 networks, the paper's 200 and 250; rates fall and ..."
+    >>> _epochs(Session("gpu", "work"), "cifar10-wide")
+    "40 epochs for the deterministic network and 50 for rank-1 networks, the paper's 200 and 250; rates fall and ..."
     """
-    ours = [epochs_of(setting, session.scale, label) for label in (DETERMINISTIC, GAUSSIAN)]
-    paper = [rows_of(setting)[label].setting.training["epochs"] for label in (DETERMINISTIC, GAUSSIAN)]
+    both = [_first(setting, method) for method in (DETERMINISTIC, GAUSSIAN)]
+    ours = [epochs_of(setting, session.scale, label) for label in both]
+    paper = [rows_of(setting)[label].setting.training["epochs"] for label in both]
+    if size_of(setting, session.scale).equal:
+        return (
+            f"{ours[0]} epochs for every row, in steps of {batch_of(setting, session.scale, both[0])} images, as "
+            f"rank-1 networks have them; the paper's baselines have {paper[0]} or {paper[1]} in steps of 512, its "
+            f"rank-1 networks {paper[1]}. Rates fall and the KL grows at the same fractions of the run, and one epoch "
+            f"is a warm-up."
+        )
     return (
         f"{ours[0]} epochs for the deterministic network and {ours[1]} for rank-1 networks, the paper's {paper[0]} and "
         f"{paper[1]}; rates fall and the KL grows at the same fractions of the run, and one epoch is a warm-up."

@@ -7,6 +7,7 @@ import math
 import random
 import re
 import shutil
+import statistics
 import sys
 import types
 import xml.etree.ElementTree as ET
@@ -491,3 +492,17 @@ def test_deep_nesting_is_damage(results, out, levels):
     pages = build(results, out, ENTRIES)
     pages.html()
     assert len(pages.survey.states["ktied/figure3"].damaged) == 1
+
+
+def test_the_page_on_collapse_has_the_numbers_of_its_result():
+    root = Path(__file__).parents[2]
+    (table,) = read_result(root / "results" / "rank1" / "collapse.gpu.json")["tables"]
+    found = {row["label"]: row["values"] for row in table["rows"]}
+    columns = {"spread": 4, "predicted": 4, "disagreement": 3, "nll": 3, "ece": 4, "c_ece": 3}
+    lines = [
+        line.strip("| ").split(" | ") for line in (root / "docs" / "collapse.md").read_text().splitlines()
+    ]
+    said = {cells[0]: cells[1:] for cells in lines if cells[0] in found}
+    assert set(said) == set(found) - {"Deterministic"}
+    for label, cells in said.items():
+        assert cells == [f"{statistics.mean(found[label][name]):.{n}f}" for name, n in columns.items()], label

@@ -79,8 +79,9 @@ def warn_of_collapse(rows: list[Row], start: Row) -> None:
     warnings.warn(
         f"the components of the rank-1 factors have become one: by step {rows[-1]['step']:.0f} their spread has "
         f"fallen from {spreads[0]:.2g} to {spreads[-1]:.2g}, and the mixture is hardly better than a member. Let the "
-        f"KL reach its full weight only when the learning rate has fallen (kl_annealing=0.8 with schedule='steps'), "
-        f"average it over components (kl_reduction='mean'), or widen the prior, say to prior=Normal(1, 0.5)",
+        f"KL begin, or reach its full weight, only when the learning rate has fallen (kl_start=0.4, kl_annealing=0.8 "
+        f"with schedule='steps'), average it over components (kl_reduction='mean'), or widen the prior, say to "
+        f"prior=Normal(1, 0.5); predicted_spread says what each will do",
         stacklevel=6,  # who called fit
     )
 

@@ -356,8 +356,9 @@ def test_learned_mixing_needs_the_draws_just_made():
 def test_schedules_and_groups():
     with says("LinearAnnealing needs at least 1 step, got 0"):
         sb.LinearAnnealing(0)
-    with says("start=5 must be at least 0 and below steps=5"):
-        sb.LinearAnnealing(5, start=5)
+    for start in (5, -1, 2.5, True):
+        with says(f"start={start!r} must be a whole number of at least 0 and below steps=5"):
+            sb.LinearAnnealing(5, start=start)
     for arguments in ((0.0, 100), (-1.0, 100), (0.1, 0)):
         with says("StepAnnealing needs a positive coefficient and every ≥ 1", repr(arguments[0])):
             sb.StepAnnealing(*arguments)

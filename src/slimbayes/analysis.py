@@ -233,8 +233,8 @@ def factor_scale(model: nn.Module) -> dict[str, dict[str, float]]:
     """How wide the posteriors of rank-1 factors are, by layer and factor ("r" of outputs, "s" of inputs).
 
     (1/Kd) Σ_ki σ_ki: the mean of σ (Normal; log-normal, in log-space) or γ (Cauchy, half-Cauchy) over components and
-    elements. It begins at sqrt(p/(1 − p)) for ``dropout_rate`` p, and the KL draws it to the prior's scale; beside
-    ``component_spread`` it says whether components overlap. Points have none, and are left out.
+    elements. It begins at sqrt(p/(1 − p)) for ``dropout_rate`` p, and the KL draws it slowly to the prior's scale;
+    beside ``component_spread`` it says whether components overlap. Points have none, and are left out.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(2, 3), sb.Rank1(posterior="cauchy", dropout_rate=0.01))

@@ -246,10 +246,14 @@ class LinearAnnealing:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"LinearAnnealing needs at least 1 step, got {self.steps!r}")
-        if not 0 <= self.start < self.steps:
+        if (
+            isinstance(self.start, bool)
+            or not isinstance(self.start, int)
+            or not 0 <= self.start < self.steps
+        ):
             raise ValueError(
-                f"LinearAnnealing starts before its weight is whole: start={self.start!r} must be at least 0 and "
-                f"below steps={self.steps}"
+                f"LinearAnnealing starts before its weight is whole: start={self.start!r} must be a whole number of at "
+                f"least 0 and below steps={self.steps}"
             )
 
     def __call__(self, step: int) -> float:

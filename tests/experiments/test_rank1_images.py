@@ -300,9 +300,21 @@ def test_the_search_looks_at_held_out_images_alone(session, tmp_path):
     document = sb.experiments.read_result(path)
     (table,) = document["tables"]
     assert "100 images held out" in table["title"] and len(table["rows"]) == 2
-    best = [text for text in document["deviations"] if "the lowest NLL have" in text]
+    best = [text for text in document["deviations"] if "the lowest NLL has" in text]
     assert best and all(row["label"] in best[0] for row in table["rows"])  # one row of each method
     prepared, data = rank1_recipes.prepare(session, TUNING), load_data("digits")
+    job = next(job for job in jobs_of(session, TUNING) if job.label.startswith(DETERMINISTIC))
+    trained = rank1_recipes.train(session, job)
+
+    def nll(rows):
+        with torch.no_grad():
+            logits = trained.model(prepared.data.scaling(rows.inputs))
+        return pytest.approx(float(nn.functional.cross_entropy(logits, rows.targets)), rel=1e-4)
+
+    found = {row["label"]: row["values"]["nll"] for row in table["rows"]}
+    assert found[job.label] == [nll(prepared.validation)]
+    seen = trained.probes[max(trained.probes, key=int)]["nll"]
+    assert seen == nll(prepared.validation[: SIZES[TUNING, "smoke"].probed])
     assert torch.equal(prepared.validation.inputs, data.train.inputs[-100:])
     assert len(prepared.data.train) == len(data.train) - 100
 

@@ -102,6 +102,9 @@ PULLED = {
     "wide": (sb.Rank1(components=3, prior=sb.Normal(1.0, 0.5)), {"kl_annealing": 0.0, "factor_lr_multiplier": 20.0}),
     "one a point": (sb.Rank1(components=3, random="output"), {}),
     "points": (sb.BatchEnsemble(components=3), {}),
+    "additive, by steps": (sb.Rank1(components=3, perturbation="additive", prior=sb.Normal(0.0, 0.2)),
+                           {"epochs": 1, "steps": 400, "factor_lr_multiplier": 4.0}),
+    "a larger KL": (sb.Rank1(components=3, kl_reduction="mean"), {"kl_weight": 4.0, "kl_coefficient": 5e-3}),
 }  # fmt: skip
 
 
@@ -113,9 +116,9 @@ def test_spread_by_the_kl_alone_is_that_of_sgd_without_a_likelihood(case):
     for factor in (model.bayes.r, model.bayes.s):
         factor.spread.requires_grad_(False)  # scales stay where they are
     training = Training(
-        epochs=4, batch_size=200, optimizer="sgd", schedule="steps", lr=0.1, warmup=1.0, **options
+        **{"epochs": 4, **options}, batch_size=7, optimizer="sgd", schedule="steps", lr=0.1, warmup=1.0
     )
-    predicted = predicted_spread(model, training, num_data=20_000)
+    predicted = predicted_spread(model, training, num_data=20_000, per_epoch=100)
     optimizer, seen = training.make_optimizer(model), [spread_of(model)["component_spread"]]
     rates = [group["lr"] for group in optimizer.param_groups]
     for step in range(400):
@@ -132,14 +135,30 @@ def test_spread_by_the_kl_alone_is_that_of_sgd_without_a_likelihood(case):
     assert case == "points" or predicted[-1] < 0.97 * predicted[0]
 
 
+def test_frozen_factors_stay_and_an_epoch_is_that_of_the_batches():
+    model = sb.bayesianize(nn.Linear(6, 40), sb.Rank1(components=3))
+    sgd = Training(optimizer="sgd", lr=0.1, epochs=2, batch_size=10)
+    own = predicted_spread(model, sgd, num_data=1000)
+    assert own == predicted_spread(model, sgd, num_data=1000, per_epoch=100) and own[-1] < own[0]
+    assert own[-1] < predicted_spread(model, sgd, num_data=1000, per_epoch=10)[-1]
+    for factor in (model.bayes.r, model.bayes.s):
+        factor.loc.requires_grad_(False)
+    assert len(set(predicted_spread(model, sgd, num_data=1000))) == 1
+
+
 def test_spread_is_not_predicted_where_it_cannot_be():
     model, sgd = sb.bayesianize(nn.Linear(2, 3), sb.Rank1()), Training(optimizer="sgd", epochs=1)
     with pytest.raises(ValueError, match="optimizer='sgd', not for 'adamw'"):
         predicted_spread(model, Training(), 100)
     with pytest.raises(ValueError, match="momentum=1"):
         predicted_spread(model, Training(optimizer="sgd", momentum=1.0), 100)
-    with pytest.raises(ValueError, match="num_data"):
-        predicted_spread(model, sgd, 0)
+    for wrong in (0, None, 2.5):
+        with pytest.raises(ValueError, match="num_data"):
+            predicted_spread(model, sgd, wrong)
+    with pytest.raises(ValueError, match="per_epoch"):
+        predicted_spread(model, sgd, 100, 0)
+    with pytest.raises(ValueError, match="meta device"), torch.device("meta"):
+        predicted_spread(sb.bayesianize(nn.Linear(2, 3), sb.Rank1()), sgd, 100)
     for method in (sb.Rank1(components=1), sb.MeanField()):
         with pytest.raises(ValueError, match="no rank-1 factors of several components"):
             predicted_spread(sb.bayesianize(nn.Linear(2, 3), method), sgd, 100)

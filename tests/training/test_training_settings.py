@@ -66,12 +66,13 @@ def test_annealing_may_begin_late():
     assert [training.kl_factor(step, 10) for step in (0, 3, 4, 5, 7, 9)] == pytest.approx(
         [0.0, 0.0, 0.125, 0.25, 0.5, 0.5]
     )
-    jump = Training(kl_start=0.5, kl_annealing=0.5)
+    jump = Training(kl_start=0.5, kl_annealing=0.55)  # less than a step
     assert [jump.kl_factor(step, 10) for step in (4, 5, 9)] == [0.0, 1.0, 1.0]
     same, late = Training(kl_start=0.4), sb.LinearAnnealing(80, start=40)
     assert [same.kl_factor(step, 100) for step in range(100)] == pytest.approx(list(map(late, range(100))))
-    with pytest.raises(ValueError, match=r"kl_start=0\.9 goes with a later kl_annealing"):
-        Training(kl_start=0.9, kl_annealing=0.8)
+    for start in (0.8, 0.9):
+        with pytest.raises(ValueError, match=rf"kl_start={start} goes with a later kl_annealing"):
+            Training(kl_start=start, kl_annealing=0.8)
     with pytest.raises(ValueError, match=r"kl_start=0\.1 .* not with a kl_coefficient"):
         Training(kl_start=0.1, kl_coefficient=1e-4)
 

@@ -64,7 +64,7 @@ def facts(session: Session, setting: str, jobs: Sequence[Job]) -> dict[str, Any]
 
 def _order(job: Job) -> int:
     """Networks of several components take longest."""
-    slow = job.label not in (DETERMINISTIC, "MC dropout")
+    slow = not job.label.startswith((DETERMINISTIC, "MC dropout"))
     return 2 * SETTINGS.index(job.setting) + (not slow)
 
 
@@ -86,8 +86,7 @@ def rows(session: Session, setting: str, labels: Sequence[str], columns: tuple[s
                 values |= averaged(on_corrupted(session, found, job))
             if any(name.startswith("auroc") for name in columns):
                 values |= foreign(session, found, job)
-            if found.probes:
-                values |= _last(found.probes, "spread", "scale")
+            values |= _last(found.probes, "spread", "scale")
             if "predicted" in columns and "spread" in values:
                 values["predicted"] = _predicted(session, job)
             table.add(label, values, figures["errors"])
@@ -110,7 +109,7 @@ def _predicted(session: Session, job: Job) -> float:
 
 
 def _last(probes: Mapping[str, Mapping[str, float]], *names: str) -> dict[str, float]:
-    last = probes[max(probes, key=int)]
+    last = probes[max(probes, key=int)] if probes else {}
     return {name: last[name] for name in names if name in last}
 
 
@@ -252,7 +251,7 @@ def tuning(session: Session, setting: str) -> Outcome:
     best: dict[str, str] = {}
     for label in sorted(table.rows, key=lambda row: table.mean(row, "nll")):
         best.setdefault(label.split(",")[0], label)
-    said = f"one seed of each; the lowest NLL have {'; '.join(best.values())}."
+    said = f"of each method the lowest NLL has: {'; '.join(best.values())}."
     return Outcome([table], deviations=[said])
 
 

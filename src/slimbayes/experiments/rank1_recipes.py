@@ -89,7 +89,7 @@ class Size:
     data: str = ""  # likewise
     rows: tuple[str, ...] = ()  # that are run; none: all
     chunk: int = 2_500  # rows of one pass in evaluation
-    probed: int = 2_000  # test images on which a network is looked at while it trains
+    probed: int = 2_000  # test images, or held-out ones, on which a network is looked at while it trains
     most_samples: int = 25
     steps: int | None = None  # so many, whatever the epochs
     probes: int = 20  # looks at a network while it trains

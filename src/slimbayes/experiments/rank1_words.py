@@ -52,7 +52,7 @@ def deviations(session: Session, setting: str) -> list[str]:
         said.append(f"{'; '.join(changed)}.")
     if size.steps is not None:
         said.append(f"{size.steps} steps of training, and at most {size.most_samples} samples per component.")
-    elif size.share != 1:
+    elif size.share != 1 or size.equal:
         said.append(_epochs(session, setting))
     if size.held_out:
         said.append(f"trained without the last {size.held_out:,} training images, on which all figures are.")

@@ -81,7 +81,7 @@ def warn_of_collapse(rows: list[Row], start: Row) -> None:
         f"fallen from {spreads[0]:.2g} to {spreads[-1]:.2g}, and the mixture is hardly better than a member. Let the "
         f"KL begin, or reach its full weight, only when the learning rate has fallen (kl_start=0.4, kl_annealing=0.8 "
         f"with schedule='steps'), average it over components (kl_reduction='mean'), or widen the prior, say to "
-        f"prior=Normal(1, 0.5); predicted_spread says what each will do",
+        f"prior=Normal(1, 0.5). For optimizer='sgd' slimbayes.training.predicted_spread says what each will do",
         stacklevel=6,  # who called fit
     )
 

@@ -11,13 +11,15 @@ from slimbayes import distributions as d
 from slimbayes.analysis import root_of
 from slimbayes.apply.rank1 import Factor, Rank1Rule
 from slimbayes.record import converted_layers
-from slimbayes.training.settings import Training
+from slimbayes.training.settings import Training, whole_number
 
 _HALVINGS = 40
 
 
 @torch.no_grad()
-def predicted_spread(model: nn.Module, training: Training, num_data: int) -> list[float]:
+def predicted_spread(
+    model: nn.Module, training: Training, num_data: int, per_epoch: int | None = None
+) -> list[float]:
     """The spread of components (``sb.analysis.component_spread``, mean over factors) after 0, 1, ... epochs of SGD.
 
     As if there were no likelihood: each location m follows dm/dτ = −w ∂KL/∂m, with w = 1 for kl_reduction "sum" and 1/K
@@ -26,7 +28,12 @@ def predicted_spread(model: nn.Module, training: Training, num_data: int) -> lis
         τ = Σ_t lr_t β_t / ((1 − momentum) num_data).
 
     For Normals, also log-normals in log-space, its distance from the prior's location is multiplied by exp(−wτ/σ_p²);
-    for Cauchys δ² / 2 + (γ + γ_p)² log δ falls by 2wτ. Scales stay where they are. Points and half-Cauchys stay, too.
+    for Cauchys δ² / 2 + (γ + γ_p)² log δ falls by 2wτ. Scales stay where they are, and so do points and half-Cauchys.
+    "monte_carlo" is so only while components are apart.
+
+    ``per_epoch``: steps of an epoch, where batches come from a loader of its own; None: num_data // batch_size.
+    Gradients that are clipped, early stopping, weights of 16 bits (precision "bf16-true") and runs of a few steps, in
+    which momentum has not built up, are not reckoned with: there components stay further apart.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(400, 400), sb.Rank1(components=4))
@@ -42,8 +49,9 @@ def predicted_spread(model: nn.Module, training: Training, num_data: int) -> lis
         )
     if training.momentum >= 1:
         raise ValueError(f"momentum={training.momentum} adds up all gradients for ever; give less than 1")
-    if num_data < 1:
-        raise ValueError(f"num_data must be the number of training examples, at least 1, got {num_data!r}")
+    for name, value in (("num_data", num_data), ("per_epoch", 1 if per_epoch is None else per_epoch)):
+        if not whole_number(value) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     factors = [
         (factor, layer.bayes)
         for _, layer in converted_layers(root_of(model))
@@ -55,21 +63,22 @@ def predicted_spread(model: nn.Module, training: Training, num_data: int) -> lis
         raise ValueError(
             "the model has no rank-1 factors of several components: Rank1 and BatchEnsemble have them"
         )
+    if any(factor.loc.is_meta for factor, _ in factors):
+        raise ValueError("the model is on the meta device, which holds no numbers: load it first")
     found = []
-    for time in _times(training, num_data):
+    for time in _times(training, num_data, per_epoch or max(1, num_data // training.batch_size)):
         spreads = [_moved(factor, rule, time).std(0).mean() for factor, rule in factors]
         found.append(float(torch.stack(spreads).mean()))
     return found
 
 
-def _times(training: Training, num_data: int) -> list[float]:
+def _times(training: Training, num_data: int, per_epoch: int) -> list[float]:
     """τ at the start and after every epoch."""
-    per_epoch = max(1, num_data // training.batch_size)
-    steps = min(training.steps or math.inf, training.epochs * per_epoch)
+    steps = training.epochs * per_epoch if training.steps is None else training.steps
     rate = training.lr * training.factor_lr_multiplier / ((1 - training.momentum) * num_data)
     times, now = [0.0], 0.0
-    for step in range(int(steps)):
-        now += rate * training.multiplier(step, int(steps), per_epoch) * training.kl_factor(step, int(steps))
+    for step in range(steps):
+        now += rate * training.multiplier(step, steps, per_epoch) * training.kl_factor(step, steps)
         if (step + 1) % per_epoch == 0 or step + 1 == steps:
             times.append(now)
     return times
@@ -77,16 +86,17 @@ def _times(training: Training, num_data: int) -> list[float]:
 
 def _moved(factor: Factor, rule: Rank1Rule, time: float) -> Tensor:
     """A factor's locations [K, d] when the KL has drawn on them for so long."""
-    q, loc = factor(), factor.loc.detach().double()
+    q, loc = factor(), factor.loc.cpu().double()
     time = time if rule.reduction == "sum" else time / rule.components
-    if isinstance(q, d.Delta) or not isinstance(factor.loc, nn.Parameter) or not time:
+    if isinstance(q, d.Delta) or not factor.loc.requires_grad or not time:
         return loc
-    p = factor.prior.distribution(factor.loc)
-    apart = loc - p.loc.double()
+    p = factor.prior.distribution(loc)
+    apart = loc - p.loc
     if isinstance(q, (d.Normal, d.LogNormal)) and type(p) is type(q):
         return p.loc + apart * math.exp(-time / float(p.scale) ** 2)
     if isinstance(q, d.Cauchy) and type(p) is type(q):
-        return p.loc + apart.sign() * _nearer(apart.abs(), (q.scale + p.scale).double().square(), 2 * time)
+        width = (q.scale.cpu().double() + p.scale).square()
+        return p.loc + apart.sign() * _nearer(apart.abs(), width, 2 * time)
     raise ValueError(
         f"what the KL from {type(q).__name__} to a {type(p).__name__} prior does to components is not known; "
         f"Normal, log-normal and Cauchy factors with a prior of their own family are"

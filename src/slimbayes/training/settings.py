@@ -155,7 +155,7 @@ class Training:
                 f"kl_annealing={self.kl_annealing}, kl_start={self.kl_start} and milestones={self.milestones} are "
                 f"fractions of the run, between 0 and 1: epoch 100 of 250 is 0.4"
             )
-        if self.kl_start and (self.kl_coefficient is not None or self.kl_start > self.kl_annealing):
+        if self.kl_start and (self.kl_coefficient is not None or self.kl_start >= self.kl_annealing):
             other = f"kl_annealing={self.kl_annealing}" if self.kl_coefficient is None else "a kl_coefficient"
             raise ValueError(
                 f"kl_start={self.kl_start} goes with a later kl_annealing, by which the KL's weight is whole, and not "

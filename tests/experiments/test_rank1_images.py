@@ -321,3 +321,18 @@ def test_the_search_looks_at_held_out_images_alone(session, tmp_path):
 
 def test_digits_are_the_data_of_smoke_runs(session):
     assert rank1_recipes.prepare(session, MORE).data.name == load_data("digits").name
+
+
+def test_a_spread_that_the_kl_does_not_explain_is_said():
+    table = Table("x", "X", ("spread", "predicted", "ece", "c_ece"))
+    rows = {
+        "KL summed": (0.03, 0.04, 0.02), "KL averaged": (0.2, 0.25, 0.01), "KL at once": (0.002, 0.0004, 0.03),
+        BATCH_ENSEMBLE: (0.36, 0.45, 0.01),
+    }  # fmt: skip
+    for seed in range(3):
+        for label, (spread, predicted, ece) in rows.items():
+            values = {"spread": spread, "predicted": predicted, "ece": ece + seed / 1e4, "c_ece": 10 * ece}
+            table.add(label, values, {})
+    held = {check["what"]: check["holds"] for check in rank1_checks.collapse_checks(table)}
+    assert len(held) == 6 and sum(held.values()) == 5
+    assert next(words for words, holds in held.items() if not holds).startswith("X, KL at once: spread over")

@@ -12,6 +12,8 @@ from slimbayes.experiments.outcome import FEWEST, Table, check, mean, standard_e
 from slimbayes.experiments.rank1_recipes import BATCH_ENSEMBLE, CAUCHY, DETERMINISTIC, GAUSSIAN, rows_of
 from slimbayes.training import Training
 
+_NEAR = (0.85, 1.15)  # times what is predicted; chosen when the first run had been seen
+
 
 @functools.cache
 def parameters_of(setting: str, label: str, network: str, shape: tuple[int, ...], outputs: int) -> int:
@@ -90,6 +92,25 @@ def row_checks(
         for other in others
         if best in table.rows and other in table.rows
     ]
+
+
+def collapse_checks(table: Table) -> list[dict[str, Any]]:
+    """Ways that keep components apart do, and are better calibrated; the spread is that of the KL alone.
+
+    What the likelihood does to the spread is read off BatchEnsemble, which has no KL.
+    """
+    summed, calibration = "KL summed", {"ece": "ECE", "c_ece": "ECE under corruption"}
+    found = []
+    for label in ("KL averaged", "KL of the mixture", "KL from 40 %"):
+        found += row_checks(table, label, (summed,), {"spread": "spread"}, lower=False)
+        found += row_checks(table, label, (summed,), calibration)
+    share = table.mean(BATCH_ENSEMBLE, "spread") / table.mean(BATCH_ENSEMBLE, "predicted")
+    for label, row in table.rows.items():
+        if "predicted" in row.values and label != BATCH_ENSEMBLE:
+            ratio = table.mean(label, "spread") / (share * table.mean(label, "predicted"))
+            words = f"{table.title}, {label}: spread over that by the KL alone, times {BATCH_ENSEMBLE}'s"
+            found.append(check(words, _NEAR[0] <= ratio <= _NEAR[1], ratio, f"{_NEAR[0]:g} to {_NEAR[1]:g}"))
+    return found
 
 
 def imagenet_checks(table: Table) -> list[dict[str, Any]]:

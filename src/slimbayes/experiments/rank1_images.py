@@ -237,7 +237,8 @@ def collapse(session: Session, setting: str) -> Outcome:
     table = rows(session, setting, COLLAPSE, ("spread", "predicted", "scale", "disagreement", *BOTH))
     lines = [_line(session, setting, label, "spread", label) for label in COLLAPSE if label != DETERMINISTIC]
     words = f"{title(session, setting)}: spread of components while training"
-    return Outcome([table], [curve(setting, words, "step", "spread", lines, log_y=True)])
+    drawn = curve(setting, words, "step", "spread", lines, log_y=True)
+    return Outcome([table], [drawn], checks=checks.collapse_checks(table))
 
 
 def tuning(session: Session, setting: str) -> Outcome:

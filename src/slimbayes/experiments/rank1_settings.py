@@ -58,7 +58,7 @@ def gaussian(classes: int = 10, options: str = "", components: int = 4, rate: fl
     )
 
 
-def cauchy(classes: int = 10, rate: float = 1e-6) -> str:
+def cauchy(classes: int = 10, rate: str = "1e-6") -> str:
     """The same with mixtures of Cauchys, prior scale 0.1 on CIFAR-10 and 0.01 on CIFAR-100."""
     return (
         f"Rank1(components=4, posterior='cauchy', prior=Cauchy(1, {_CAUCHY_SCALE[classes]}), "
@@ -155,7 +155,7 @@ def tuned(l2: float) -> tuple[Setting, ...]:
         for words, option in reductions.items()
         for rate in (1e-3, 1e-2)
     }
-    heavy = {f"{CAUCHY}, l2 = {l2:g}, p = {rate:g}": cauchy(rate=rate) for rate in (1e-6, 1e-8)}
+    heavy = {f"{CAUCHY}, l2 = {l2:g}, p = {rate}": cauchy(rate=rate) for rate in ("1e-6", "1e-8")}
     others = (baselines_cifar()[0], batch_ensemble_cifar())
     return (
         *(_with(setting, l2) for setting in others),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -249,15 +249,22 @@ def factor_scale(model: nn.Module) -> dict[str, dict[str, float]]:
     return _of_factors(model, scale)
 
 
+def rank1_factors(model: nn.Module) -> Iterator[tuple[str, str, Factor, Rank1Rule]]:
+    """Every rank-1 factor: its layer's name, "r" or "s", the factor, and the rule that it belongs to."""
+    for name, layer in converted_layers(root_of(model)):
+        if isinstance(layer.bayes, Rank1Rule):
+            for which, factor in (("r", layer.bayes.r), ("s", layer.bayes.s)):
+                if factor is not None:
+                    yield name, which, factor, layer.bayes
+
+
 def _of_factors(model: nn.Module, measure: Callable[[Factor], Tensor | None]) -> dict[str, dict[str, float]]:
     """A number of every rank-1 factor, by layer; factors and layers that have none are left out."""
     found: dict[str, dict[str, Tensor]] = {}
-    for name, layer in converted_layers(root_of(model)):
-        if isinstance(layer.bayes, Rank1Rule):
-            factors = {"r": layer.bayes.r, "s": layer.bayes.s}
-            values = {which: measure(factor) for which, factor in factors.items() if factor is not None}
-            if own := {which: value for which, value in values.items() if value is not None}:
-                found[name] = own
+    for name, which, factor, _ in rank1_factors(model):
+        value = measure(factor)
+        if value is not None:
+            found.setdefault(name, {})[which] = value
     every = [value for layer in found.values() for value in layer.values()]
     numbers = iter(torch.stack(every).tolist() if every else ())  # a GPU is waited for once
     return {name: {which: next(numbers) for which in layer} for name, layer in found.items()}

@@ -18,7 +18,6 @@ from slimbayes.experiments.rank1_recipes import (
     GAUSSIAN,
     MAIN,
     MORE,
-    TUNING,
     data_of,
     prepare,
     rows_of,
@@ -166,7 +165,7 @@ def _error(column: Tensor) -> float:
 def measure(session: Session, job: Job) -> float:
     """Train a network and measure what the reports will ask of it; returns the seconds of training."""
     found = train(session, job)
-    if job.setting == TUNING:
+    if size_of(job.setting, session.scale).held_out:
         held_out(session, found, job)
         return found.seconds
     clean(session, found, job)

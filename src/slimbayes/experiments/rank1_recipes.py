@@ -94,7 +94,7 @@ class Size:
     steps: int | None = None  # so many, whatever the epochs
     probes: int = 20  # looks at a network while it trains
     held_out: int = 0  # training images that are not trained on
-    equal: bool = False  # whether baselines take as many epochs, and images a step, as rank-1 networks do
+    equal: bool = False  # whether all rows take the epochs, and the images a step, of rank-1 networks
 
 
 def _narrow(depth: int, width: int, half: int) -> dict[str, str]:
@@ -141,7 +141,6 @@ SIZES: dict[tuple[str, str], Size] = {
 }
 SETTINGS = tuple(dict.fromkeys(setting for setting, _ in SIZES))
 _LIKE = settings.gaussian_cifar().training  # of rank-1 networks
-_BASELINES = tuple(setting.name for k in (10, 100) for setting in settings.baselines_cifar(k))
 
 
 def size_of(setting: str, scale: str) -> Size:
@@ -186,15 +185,14 @@ def epochs_of(setting: str, scale: str, label: str) -> int:
 
 
 def batch_of(setting: str, scale: str, label: str) -> int:
-    """The images of a step: the paper's, and those of rank-1 networks for baselines where rows are equal.
+    """The images of a step: the paper's, or those of rank-1 networks for all where rows are equal.
 
     >>> [batch_of(setting, "gpu", "Deterministic") for setting in ("cifar10", "cifar10-wide")]
     [128, 512]
     """
-    setting_of = rows_of(setting)[label].setting
-    alike = size_of(setting, scale).equal and setting_of.name.startswith(_BASELINES)
-    size: int = (_LIKE if alike else setting_of.training)["batch_size"]
-    return size
+    paper = rows_of(setting)[label].setting.training
+    images: int = (_LIKE if size_of(setting, scale).equal else paper)["batch_size"]
+    return images
 
 
 def training_of(row: Row, epochs: int, batch_size: int | None = None, **options: Any) -> Training:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import distributions as d
-from slimbayes.analysis import root_of
+from slimbayes.analysis import rank1_factors
 from slimbayes.apply.rank1 import Factor, Rank1Rule
-from slimbayes.record import converted_layers
 from slimbayes.training.settings import Training, whole_number
 
 _HALVINGS = 40
@@ -52,13 +51,7 @@ def predicted_spread(
     for name, value in (("num_data", num_data), ("per_epoch", 1 if per_epoch is None else per_epoch)):
         if not whole_number(value) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    factors = [
-        (factor, layer.bayes)
-        for _, layer in converted_layers(root_of(model))
-        if isinstance(layer.bayes, Rank1Rule) and layer.bayes.components > 1
-        for factor in (layer.bayes.r, layer.bayes.s)
-        if factor is not None
-    ]
+    factors = [(factor, rule) for _, _, factor, rule in rank1_factors(model) if rule.components > 1]
     if not factors:
         raise ValueError(
             "the model has no rank-1 factors of several components: Rank1 and BatchEnsemble have them"

@@ -104,7 +104,7 @@ def _narrow(depth: int, width: int, half: int) -> dict[str, str]:
     }
 
 
-_TWO = ("Deterministic, l2 = 0.0001", "Rank-1 Gaussian, l2 = 0.0003, KL averaged, p = 0.01")
+_TWO = ("Deterministic, l2 = 0.0002", "Rank-1 Gaussian, l2 = 0.0005, KL averaged, p = 0.01")
 _FOUR = (DETERMINISTIC, BATCH_ENSEMBLE, GAUSSIAN, CAUCHY)
 _SMOKE = Size(
     0.0, 1, 20, _narrow(10, 1, 1), "digits", chunk=1_000, probed=30, most_samples=2, steps=4, probes=2

@@ -33,6 +33,7 @@ from slimbayes.experiments.rank1_recipes import (
     recipe,
     rows_of,
 )
+from slimbayes.experiments.rank1_settings import SHORT_CAUCHY_RATE
 from slimbayes.experiments.running import reproduce
 from slimbayes.experiments.session import Session
 from slimbayes.record import converted_layers
@@ -83,7 +84,8 @@ def test_schedules_keep_the_papers_proportions(scale):
             members = 4 if label.startswith("Ensemble") else 1
             assert training.milestones == tuple(paper["milestones"])
             rate = paper["lr"] * few / paper["batch_size"]
-            assert (training.l2 * members, training.lr / members) == pytest.approx((paper["l2"], rate))
+            penalty = 5e-4 if size.short and label != "MFVI BNN" else paper["l2"]
+            assert (training.l2 * members, training.lr / members) == pytest.approx((penalty, rate))
             assert training.batch_size == few
             assert training.kl_annealing == paper.get("kl_annealing", sb.Training().kl_annealing)
             assert training.warmup == 1.0
@@ -101,8 +103,20 @@ def test_the_search_tries_every_method_with_the_same_penalties():
     assert len(found) == 16 and {job.seed for job in jobs_of(session, TUNING)} == {0}
     for method in (DETERMINISTIC, BATCH_ENSEMBLE, GAUSSIAN, CAUCHY):
         mine = [made.training for label, made in found.items() if label.startswith(method)]
-        assert sorted({training.l2 for training in mine}) == [1e-4, 3e-4], method
+        assert sorted({training.l2 for training in mine}) == [2e-4, 5e-4], method
         assert {(training.epochs, training.batch_size, training.lr) for training in mine} == {(20, 128, 0.1)}
+
+
+@pytest.mark.parametrize("setting", [MAIN, MORE, WIDE])
+def test_short_schedules_take_what_the_search_chose(setting):
+    session = Session("gpu", "work")
+    for label in dict.fromkeys(job.label for job in jobs_of(session, setting)):
+        ours = sb.specs.parse_method(recipe(session, setting, label).method)
+        paper = sb.specs.parse_method(rows_of(setting)[label].method)
+        rate = {GAUSSIAN: 1e-2, CAUCHY: float(SHORT_CAUCHY_RATE)}.get(label)
+        changed = {} if rate is None else {"dropout_rate": rate}
+        changed |= {"kl_reduction": "mean"} if label == GAUSSIAN else {}
+        assert ours == dataclasses.replace(paper, **changed), label  # nothing else
 
 
 def test_networks_of_equal_parameters_at_gpu_scale():

@@ -506,3 +506,31 @@ def test_the_page_on_collapse_has_the_numbers_of_its_result():
     assert set(said) == set(found) - {"Deterministic"}
     for label, cells in said.items():
         assert cells == [f"{statistics.mean(found[label][name]):.{n}f}" for name, n in columns.items()], label
+
+
+def test_the_page_on_collapse_has_the_numbers_of_the_search():
+    root = Path(__file__).parents[2]
+    (table,) = read_result(root / "results" / "rank1" / "tuning.gpu.json")["tables"]
+    found = {
+        row["label"]: {name: values[0] for name, values in row["values"].items()} for row in table["rows"]
+    }
+    names = {"no distribution": "Deterministic", "BatchEnsemble, tuned": "BatchEnsemble"}
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (root / "docs" / "collapse.md")
+        .read_text()
+        .split("## What short schedules want")[1]
+        .splitlines()
+    ]
+    seen: set[str] = set()
+    for words, *cells in lines:
+        method, *rest = names.get(words, words).split(", ")
+        low, high = (", ".join([method, f"l2 = {l2}", *rest]) for l2 in ("0.0002", "0.0005"))
+        if high in found:
+            best, seen = found[high], seen | {low, high}
+            spread = f"{best['spread']:.3f}" if "spread" in best else ""
+            figures = (
+                f"{found[low]['nll']:.3f} {best['nll']:.3f} {best['accuracy']:.1f} {best['ece']:.4f}".split()
+            )
+            assert cells == [*figures, spread], words
+    assert seen == set(found)

@@ -26,6 +26,7 @@ from slimbayes.experiments.rank1_recipes import (
     MAIN,
     MORE,
     SAME,
+    SHORT,
     SIZES,
     TUNING,
     WIDE,
@@ -107,15 +108,21 @@ def test_the_search_tries_every_method_with_the_same_penalties():
         assert {(training.epochs, training.batch_size, training.lr) for training in mine} == {(20, 128, 0.1)}
 
 
-@pytest.mark.parametrize("setting", [MAIN, MORE, WIDE])
+@pytest.mark.parametrize("setting", [MAIN, MORE, WIDE, SHORT])
 def test_short_schedules_take_what_the_search_chose(setting):
     session = Session("gpu", "work")
-    for label in dict.fromkeys(job.label for job in jobs_of(session, setting)):
+    labels = {job.label for job in jobs_of(session, setting)}
+    if setting == SHORT:  # of which Figures 2 and 3 are made
+        labels &= {GAUSSIAN, "r (outputs)", "s (inputs)", "K = 1", "K = 16", "K = 16, 4 per step"}
+        assert len(labels) == 6
+    for label in labels:
         ours = sb.specs.parse_method(recipe(session, setting, label).method)
         paper = sb.specs.parse_method(rows_of(setting)[label].method)
-        rate = {GAUSSIAN: 1e-2, CAUCHY: float(SHORT_CAUCHY_RATE)}.get(label)
-        changed = {} if rate is None else {"dropout_rate": rate}
-        changed |= {"kl_reduction": "mean"} if label == GAUSSIAN else {}
+        changed = {}
+        if label == CAUCHY:
+            changed = {"dropout_rate": float(SHORT_CAUCHY_RATE)}
+        elif isinstance(paper, sb.Rank1):
+            changed = {"dropout_rate": 1e-2, "kl_reduction": "mean"}
         assert ours == dataclasses.replace(paper, **changed), label  # nothing else
 
 

@@ -32,6 +32,7 @@ from slimbayes.experiments.rank1_recipes import (
     MAIN,
     MORE,
     SETTINGS,
+    SHORT,
     TUNING,
     WIDE,
     epochs_of,
@@ -275,9 +276,11 @@ def _runner(report: Callable[..., Outcome], *settings: str, labels: Sequence[str
 
 
 def _ablation(
-    labels: Sequence[str], columns: tuple[str, ...], best: Mapping[str, Sequence[str]], ahead: dict[str, str]
-) -> Runner:
-    return _runner(functools.partial(ablation, labels, columns, best, ahead), ABLATIONS, labels=labels)
+    labels: Sequence[str], columns: tuple[str, ...], best: Mapping[str, Sequence[str]], ahead: dict[str, str],
+    *settings: str,
+) -> Runner:  # fmt: skip
+    report = functools.partial(ablation, labels, columns, best, ahead)
+    return _runner(report, ABLATIONS, *settings, labels=labels)
 
 
 _PAIR = (GAUSSIAN, BATCH_ENSEMBLE)
@@ -287,10 +290,10 @@ RUNNERS: dict[str, Runner] = {
     "rank1/table8": _runner(
         table8, MAIN, labels=(GAUSSIAN, "Ensemble 4×WRN-28-5", "Ensemble 4×WRN-28-10")
     ),
-    "rank1/figure2": _runner(figure2, ABLATIONS, labels=("r (outputs)", "s (inputs)", "both")),
+    "rank1/figure2": _runner(figure2, ABLATIONS, SHORT, labels=("r (outputs)", "s (inputs)", "both")),
     "rank1/figure3": _ablation(
         ("K = 1", "K = 2", "K = 4", "K = 8", "K = 16", "K = 16, 4 per step"), BOTH,
-        {"K = 4": ("K = 1",)}, {"nll": "NLL", **_CORRUPTED},
+        {"K = 4": ("K = 1",)}, {"nll": "NLL", **_CORRUPTED}, SHORT,
     ),
     "rank1/figure4": _runner(figure4, ABLATIONS, labels=("Average", "Mixture")),
     "rank1/figure-v1-5": _ablation(

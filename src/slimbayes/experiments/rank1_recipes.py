@@ -20,8 +20,8 @@ from slimbayes.specs import parse_method
 from slimbayes.training import Training
 
 MAIN, MORE, ABLATIONS, WIDE = "cifar10", "cifar100", "cifar10-ablations", "cifar10-wide"
-TUNING = "cifar10-tuning"
-DATA = {MAIN: "cifar10", MORE: "cifar100", ABLATIONS: "cifar10", WIDE: "cifar10", TUNING: "cifar10"}
+TUNING, SHORT = "cifar10-tuning", "cifar10-short"  # a search, and ablations with what it chose
+DATA = {setting: "cifar10" for setting in (MAIN, ABLATIONS, WIDE, TUNING, SHORT)} | {MORE: "cifar100"}
 GAUSSIAN, CAUCHY = settings.GAUSSIAN, settings.CAUCHY
 DETERMINISTIC, BATCH_ENSEMBLE = "Deterministic", "BatchEnsemble"
 PAD = 2
@@ -67,6 +67,8 @@ def rows_of(setting: str) -> Mapping[str, Row]:
     >>> list(rows_of("cifar100"))[:2]
     ['Deterministic', 'BatchEnsemble']
     """
+    if setting == SHORT:
+        return rows_of(ABLATIONS)
     if setting != ABLATIONS:
         entries = {IMAGENET: "rank1/table1", MORE: "rank1/table3", TUNING: "rank1/tuning"}
         return _rows(entries.get(setting, "rank1/table2"))
@@ -75,7 +77,8 @@ def rows_of(setting: str) -> Mapping[str, Row]:
     for entry in ("figure2", "figure3", "figure4", "figure-v1-5", "figure9", "collapse"):
         found |= {label: row for label, row in _rows(f"rank1/{entry}").items() if label not in SAME}
     few = settings.gaussian(options=", components_per_step=4", components=16)  # what the paper only suggests
-    return found | {"K = 16, 4 per step": Row(settings.rank1_cifar({GAUSSIAN: few}), few)}
+    label = "K = 16, 4 per step"
+    return found | {label: Row(settings.rank1_cifar({label: few}), few)}
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ SIZES: dict[tuple[str, str], Size] = {
     (TUNING, "desk"): _held_out(_DESK),
     (TUNING, "gpu"): _held_out(replace(_GPU, networks=_narrow(16, 2, 1))),
     (TUNING, "paper"): _held_out(Size(1.0, 1, 0)),
+    (SHORT, "gpu"): replace(_GPU, networks=_narrow(16, 2, 1), short=True),
     (WIDE, "gpu"): replace(
         _GPU, share=0.2, seeds=1, networks={}, rows=(DETERMINISTIC, GAUSSIAN), short=True
     ),  # the paper's own
@@ -158,7 +162,7 @@ def row_of(setting: str, scale: str, label: str) -> Row:
     row = rows_of(setting)[label]
     if not size_of(setting, scale).short:
         return row
-    chosen = settings.short(row.setting, 100 if DATA[setting] == "cifar100" else 10)
+    chosen = settings.short(row.setting)
     return replace(row, setting=chosen, method=chosen.methods[label])
 
 

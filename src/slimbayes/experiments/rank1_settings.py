@@ -168,7 +168,7 @@ def tuned(l2: float) -> tuple[Setting, ...]:
 SHORT_L2, SHORT_GAUSSIAN_RATE, SHORT_CAUCHY_RATE = 5e-4, 1e-2, "1e-10"
 
 
-def short(setting: Setting, classes: int = 10) -> Setting:
+def short(setting: Setting) -> Setting:
     """A setting with the values that a short schedule wants: the penalty, and how rank-1 networks begin.
 
     What was not searched stays: the rates, and all of mean-field networks, whose penalty is on norms and biases alone.
@@ -176,17 +176,16 @@ def short(setting: Setting, classes: int = 10) -> Setting:
     >>> short(gaussian_cifar()).methods["Rank-1 Gaussian"][-39:], short(baselines_cifar()[0]).training["l2"]
     ("dropout_rate=0.01, kl_reduction='mean')", 0.0005)
     """
-    methods = {
-        GAUSSIAN: gaussian(classes, ", kl_reduction='mean'", rate=SHORT_GAUSSIAN_RATE),
-        CAUCHY: cauchy(classes, SHORT_CAUCHY_RATE),
-    }
     if "MFVI BNN" in setting.methods:
         return setting
-    return replace(
-        setting,
-        methods={label: methods.get(label, method) for label, method in setting.methods.items()},
-        training={**setting.training, "l2": SHORT_L2},
-    )
+    begin = {
+        "dropout_rate=0.001": f"dropout_rate={SHORT_GAUSSIAN_RATE:g}, kl_reduction='mean'",
+        "dropout_rate=1e-6": f"dropout_rate={SHORT_CAUCHY_RATE}",
+    }
+    methods = dict(setting.methods)
+    for papers, ours in begin.items():
+        methods = {label: method.replace(papers, ours) for label, method in methods.items()}
+    return replace(setting, methods=methods, training={**setting.training, "l2": SHORT_L2})
 
 
 def _with(setting: Setting, l2: float) -> Setting:

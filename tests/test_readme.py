@@ -16,7 +16,8 @@ import slimbayes as sb
 from slimbayes.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *TUTORIALS]
 RUN = [page for page in PAGES if page.name not in ("CONTRIBUTING.md", "support.md")]
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
@@ -90,7 +91,7 @@ def test_names_and_links_exist(page):
         assert target.exists(), f"{link} does not exist"
         if anchor:
             heads = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
-            known = {head.lower().replace(" ", "-") for head in heads}
+            known = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
             known |= set(re.findall(r'<a id="([^"]+)">', target.read_text()))
             assert anchor in known, f"no heading {link}"
     for file in re.findall(r"`((?:src|tests|examples|docs)/[\w/]+\.(?:py|md))`", text):

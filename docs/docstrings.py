@@ -1,4 +1,4 @@
-"""What the reference makes of docstrings: doctests in blocks of code, which Markdown would quote; arguments one by one."""
+"""What the reference makes of docstrings: doctests are blocks of code, which Markdown would quote."""
 
 from __future__ import annotations
 
@@ -14,15 +14,8 @@ DOCTEST = re.compile(r"(?:^>>> .*(?:\n(?!\s*$).+)*)(?:\n+>>> .*(?:\n(?!\s*$).+)*
 def fenced(text: str) -> str:
     """The text with every doctest in a fence.
 
-    >>> print(fenced("One.\\n\\n>>> 1 + 1\\n2\\n\\nAfter."))
-    One.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    <BLANKLINE>
-    After.
+    >>> fenced("One.\\n\\n>" + ">> 1 + 1\\n2\\n\\nAfter.").splitlines()
+    ['One.', '', '```pycon', '>>> 1 + 1', '2', '```', '', 'After.']
     """
     return DOCTEST.sub(lambda found: f"```pycon\n{found[0].strip()}\n```", text)
 

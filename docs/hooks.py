@@ -23,7 +23,8 @@ ELSEWHERE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contribut
 AS_IS = (".json", ".svg", ".png", ".html", ".css")
 # Rooms with a reference page, and what the page says of them. A room without __all__ is listed by its definitions.
 ROOMS = {
-    "": "Verbs, methods, priors and likelihoods: everything that `import slimbayes as sb` gives.",
+    "": "What `import slimbayes as sb` gives: the verbs, and what they return. What has a page of its own is there too, by "
+    "the same names: `sb.Rank1` is `slimbayes.methods.Rank1`.",
     "methods": "What `sb.bayesianize` takes: frozen dataclasses, and the protocol behind them.",
     "priors": "Priors, by value.",
     "likelihoods": "What the draws say about a target.",
@@ -99,16 +100,36 @@ def exported(module: str) -> list[str]:
     return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
+def origins(module: str) -> dict[str, str]:
+    """Where the names that a package imports are defined: a function may have the name of its own module."""
+    found = {}
+    path = PACKAGE.joinpath(*module.split(".")) / "__init__.py" if module else PACKAGE / "__init__.py"
+    if path.is_file():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                found.update(
+                    {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                )
+    return found
+
+
 def reference() -> dict[str, str]:
-    """The reference, one page per room."""
+    """The reference, one page per room: functions first, then classes and constants."""
+    rooms = {room: exported(room) for room in ROOMS}
+    elsewhere = {name for room, names in rooms.items() if room for name in names} | set(ROOMS)
     pages = {}
     for room, words in ROOMS.items():
-        names = [name for name in exported(room) if not (not room and name in ROOMS)]  # rooms have their own
+        names = [name for name in rooms[room] if room or name not in elsewhere]
         if not names:
             continue
         module = f"slimbayes.{room}" if room else "slimbayes"
-        items = [f"::: {module}.{name}" for name in sorted(names, key=lambda name: (name.lower(), name))]
-        pages[f"reference/{room or 'index'}.md"] = "\n\n".join([f"# {module}", words, *items]) + "\n"
+        places = origins(room)
+        parts = [f"# {module}", words]
+        for name in sorted(names, key=lambda name: (name[0].isupper(), name.isupper(), name.lower())):
+            parts.append(f"::: {places.get(name, f'{module}.{name}')}")
+            if room == "methods" and name != "Method":  # what a method answers to the library is said there
+                parts[-1] += "\n    options:\n      members: false"
+        pages[f"reference/{room or 'index'}.md"] = "\n\n".join(parts) + "\n"
     return pages
 
 

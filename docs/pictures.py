@@ -1,7 +1,7 @@
 """Draw the pictures of the documentation into docs/pictures, as SVG.
 
-What they show comes from the library itself (weights that draws see), from results/, and from docs/pictures/measured.json:
-what the tutorials print. ``--measure`` runs those tutorials again and writes that file.
+What they show comes from the library itself (weights that draws see), from results/, and from
+docs/pictures/measured.json: what two tutorials found. ``--measure`` runs those again and writes that file.
 """
 
 from __future__ import annotations
@@ -170,13 +170,24 @@ def patches() -> Figure:
     rng = np.random.default_rng(11)
     figure = Figure(figsize=(7.2, 2.7))
     blocks = ((0, 8, "norm 1"), (11, 8, "norm 2"), (22, 10, "output layer"))
-    for column, (title, single) in enumerate((("EMP: one choice per layer", True), ("ECMP: one choice per scalar", False))):
+    for column, (title, single) in enumerate(
+        (("EMP: one choice per layer", True), ("ECMP: one choice per scalar", False))
+    ):
         axes = figure.add_axes((0.075 + 0.47 * column, 0.13, 0.44, 0.7))
         for draw in range(4):
             for start, size, _ in blocks:
                 chosen = np.full(size, rng.integers(5)) if single else rng.integers(5, size=size)
                 for k, version in enumerate(chosen):
-                    axes.add_patch(Rectangle((start + k, 3 - draw + 0.12), 0.94, 0.76, color=VERSIONS[version], lw=0, clip_on=False))
+                    axes.add_patch(
+                        Rectangle(
+                            (start + k, 3 - draw + 0.12),
+                            0.94,
+                            0.76,
+                            color=VERSIONS[version],
+                            lw=0,
+                            clip_on=False,
+                        )
+                    )
             for start in (8, 19):  # what lies between is not patched
                 axes.add_patch(Rectangle((start + 0.25, 3 - draw + 0.12), 2.4, 0.76, color=PALE, lw=0))
             if column == 0:
@@ -188,11 +199,15 @@ def patches() -> Figure:
         axes.set_title(title, pad=2)
     for k, colour in enumerate(VERSIONS):
         figure.patches.append(
-            Rectangle((0.335 + 0.038 * k, 0.935), 0.012, 0.032, transform=figure.transFigure, color=colour, lw=0)
+            Rectangle(
+                (0.335 + 0.038 * k, 0.935), 0.012, 0.032, transform=figure.transFigure, color=colour, lw=0
+            )
         )
         figure.text(0.35 + 0.038 * k, 0.951, str(k + 1), va="center", fontsize=8)
     figure.text(0.325, 0.951, "version", ha="right", va="center", fontsize=8)
-    figure.patches.append(Rectangle((0.56, 0.935), 0.012, 0.032, transform=figure.transFigure, color=PALE, lw=0))
+    figure.patches.append(
+        Rectangle((0.56, 0.935), 0.012, 0.032, transform=figure.transFigure, color=PALE, lw=0)
+    )
     figure.text(0.577, 0.951, "shared weights", va="center", fontsize=8)
     return figure
 
@@ -252,7 +267,9 @@ def draws() -> Figure:
         ))  # fmt: skip
 
     def arrow(x: float, to: float, words: str) -> None:
-        axes.add_patch(FancyArrowPatch((x, 13.5), (to, 13.5), arrowstyle="-|>", mutation_scale=11, color=GREY))
+        axes.add_patch(
+            FancyArrowPatch((x, 13.5), (to, 13.5), arrowstyle="-|>", mutation_scale=11, color=GREY)
+        )
         axes.text((x + to) / 2, 14.6, words, ha="center", va="bottom", fontsize=8.5)
 
     for k, colour in enumerate(colours):
@@ -304,7 +321,9 @@ def collapse() -> Figure:
         axes.text(20.4, heights.get(name, y[-1]), words, color=colour, va="center", fontsize=8.5)
     axes.axhspan(1e-4, 0.01, color=PALE, alpha=0.6, lw=0)
     axes.text(1.3, 0.0014, "copies of one network: sb.fit warns", va="bottom", fontsize=8.5, color=INK)
-    axes.set(yscale="log", xlim=(1, 20), ylim=(0.0012, 0.6), xlabel="epoch", ylabel="spread of the components")
+    axes.set(
+        yscale="log", xlim=(1, 20), ylim=(0.0012, 0.6), xlabel="epoch", ylabel="spread of the components"
+    )
     axes.set_xticks([1, 5, 10, 15, 20])
     axes.set_title("WRN-16-2 on CIFAR-10, K = 4, mean of three seeds", loc="left")
     return figure
@@ -318,7 +337,12 @@ def cost() -> Figure:
     rows = {
         "plain": ("Deterministic, l2 = 0.0005", sb.Deterministic(), GREY, (8, 0)),
         "BatchEnsemble": ("BatchEnsemble, l2 = 0.0005", sb.BatchEnsemble(components=4), ORANGE, (8, 4)),
-        "Rank1, Cauchy": ("Rank-1 Cauchy, l2 = 0.0005, p = 1e-10", sb.Rank1(posterior="cauchy"), GREEN, (-8, 1)),
+        "Rank1, Cauchy": (
+            "Rank-1 Cauchy, l2 = 0.0005, p = 1e-10",
+            sb.Rank1(posterior="cauchy"),
+            GREEN,
+            (-8, 1),
+        ),
         "Rank1, Normal": ("Rank-1 Gaussian, l2 = 0.0005, KL averaged, p = 0.01", sb.Rank1(), BLUE, (-8, 0)),
     }
     for label, (row, method, colour, offset) in rows.items():
@@ -330,7 +354,9 @@ def cost() -> Figure:
             label, (extra, nll[row]), offset, textcoords="offset points", color=colour, va="center",
             ha="left" if offset[0] > 0 else "right", fontsize=8.5,
         )  # fmt: skip
-    left.set(xlabel="more parameters, %", ylabel="NLL on held-out images", xlim=(-0.25, 4.2), ylim=(0.255, 0.281))
+    left.set(
+        xlabel="more parameters, %", ylabel="NLL on held-out images", xlim=(-0.25, 4.2), ylim=(0.255, 0.281)
+    )
     left.set_title("CIFAR-10, WRN-16-2, K = 4, one seed", loc="left")
     colours = {"Vanilla": GREY, "Dropout": ORANGE, "EMP": BLUE, "ECMP": GREEN}
     for line in stored("emp/figure6.gpu")["curves"][0]["lines"]:
@@ -351,7 +377,9 @@ def shift() -> Figure:
     """Reliability diagrams of the tutorial on shift."""
     data = json.loads(MEASURED.read_text(encoding="utf-8"))["shift"]
     figure = Figure(figsize=(7.2, 3.6))
-    for column, (severity, title) in enumerate((("0", "upright digits"), ("3", "turned by up to 30 degrees"))):
+    for column, (severity, title) in enumerate(
+        (("0", "upright digits"), ("3", "turned by up to 30 degrees"))
+    ):
         axes = figure.add_axes((0.085 + 0.485 * column, 0.15, 0.4, 0.74))
         axes.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (4, 3)))
         for name, colour, marker in (("plain", ORANGE, "s"), ("rank-1", BLUE, "o")):
@@ -360,7 +388,12 @@ def shift() -> Figure:
             x, y = ([diagram[key][k] for k in full] for key in ("confidence", "accuracy"))
             label = f"{name}: ECE {diagram['ece']:.3f}"
             axes.plot(x, y, color=colour, marker=marker, ms=5, lw=1.6, label=label)
-        axes.set(xlim=(0.2, 1.01), ylim=(0, 1.03), xlabel="how sure", ylabel="how often right" if not column else "")
+        axes.set(
+            xlim=(0.2, 1.01),
+            ylim=(0, 1.03),
+            xlabel="how sure",
+            ylabel="how often right" if not column else "",
+        )
         axes.set_title(title, loc="left")
         axes.legend(loc="upper left", fontsize=8.5)
     return figure
@@ -377,7 +410,9 @@ def error_bars() -> Figure:
     axes.fill_between(grid, mean - noise, mean + noise, color=BLUE, alpha=0.3, lw=0, label="noise alone")
     axes.plot(grid, np.sin(2.5 * grid), color=INK, lw=1, ls=(0, (4, 3)), label="truth")
     axes.plot(grid, mean, color=BLUE, lw=1.8, label="mean")
-    points = np.array([(x + side, y) for x, y in zip(data["x"], data["y"], strict=True) for side in (0, 1e-3, np.nan)])
+    points = np.array(
+        [(x + side, y) for x, y in zip(data["x"], data["y"], strict=True) for side in (0, 1e-3, np.nan)]
+    )
     with matplotlib.rc_context({"path.simplify": False}):  # one path of dots is a tenth of as many markers
         axes.plot(*points.T, color=ORANGE, lw=2.2, solid_capstyle="round", label="measurements")
     axes.set(xlim=(-4, 4), ylim=(-6.3, 5.2), xlabel="x", ylabel="y")
@@ -409,7 +444,9 @@ def draw(name: str, folder: Path) -> Path:
     # Hundredths of a point are enough, and half the size.
     text = re.sub(
         r'\b(d|x|y|points)="[^"]*"',
-        lambda found: re.sub(r"-?\d+\.\d{3,}", lambda n: f"{float(n[0]):.2f}".rstrip("0").rstrip("."), found[0]),
+        lambda found: re.sub(
+            r"-?\d+\.\d{3,}", lambda n: f"{float(n[0]):.2f}".rstrip("0").rstrip("."), found[0]
+        ),
         text,
     )
     text = re.sub(r'(?<= )d="[^"]*"', lambda found: " ".join(found[0].split()).replace(' "', '"'), text)
@@ -446,7 +483,10 @@ def measure() -> None:
     }
     names = {"grid": bars["grid"], "mean": bars["prediction"].mean, "lower": bars["lower"], "upper": bars["upper"],
              "x": bars["x"], "y": bars["y"]}  # fmt: skip
-    content = {"shift": diagrams, "error_bars": {**{k: numbers(v) for k, v in names.items()}, "noise": bars["noise"]}}
+    content = {
+        "shift": diagrams,
+        "error_bars": {**{k: numbers(v) for k, v in names.items()}, "noise": bars["noise"]},
+    }
     MEASURED.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 

@@ -23,8 +23,8 @@ ELSEWHERE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contribut
 AS_IS = (".json", ".svg", ".png", ".html", ".css")
 # Rooms with a reference page, and what the page says of them. A room without __all__ is listed by its definitions.
 ROOMS = {
-    "": "What `import slimbayes as sb` gives: the verbs, and what they return. What has a page of its own is there too, by "
-    "the same names: `sb.Rank1` is `slimbayes.methods.Rank1`.",
+    "": "What `import slimbayes as sb` gives: the verbs, and what they return. What has a page of its own is there, "
+    "too, by the same names: `sb.Rank1` is `slimbayes.methods.Rank1`.",
     "methods": "What `sb.bayesianize` takes: frozen dataclasses, and the protocol behind them.",
     "priors": "Priors, by value.",
     "likelihoods": "What the draws say about a target.",

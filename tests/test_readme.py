@@ -38,6 +38,7 @@ def executed(page):
     module = types.ModuleType(f"page_{page.stem}")
     sys.modules[module.__name__] = module  # the compiler looks a function's module up
     space = vars(module)
+    known = dict(METHODS)
     torch.manual_seed(0)
     for language, line, code in blocks(page):
         where = f"{page.relative_to(ROOT)}, line {line + 1}"
@@ -55,6 +56,8 @@ def executed(page):
             assert language in ("bash", "text"), (
                 f"{where}: a block of {language or 'no language'} is not tested"
             )
+    for name in METHODS.keys() - known.keys():  # a page's own method is that page's
+        del METHODS[name]
     return space
 
 
@@ -87,7 +90,7 @@ def test_names_and_links_exist(page):
         if link.startswith("https://"):
             continue
         file, _, anchor = link.partition("#")
-        target = (page.parent / file).resolve()
+        target = (page.parent / file).resolve() if file else page
         assert target.exists(), f"{link} does not exist"
         if anchor:
             heads = re.findall(r"^#+ (.+)$", target.read_text(), re.M)

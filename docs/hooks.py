@@ -21,7 +21,8 @@ FENCE = re.compile(r"^(```.*?^```$)", re.M | re.S)
 # Pages that are not in docs/, by their place in the site.
 ELSEWHERE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 AS_IS = (".json", ".svg", ".png", ".html", ".css")
-# Rooms with a reference page, and what the page says of them. A room without __all__ is listed by its definitions.
+# Rooms with a reference page, and what the page says of them. A room without __all__ is listed by its definitions,
+# one that is not there is left out.
 ROOMS = {
     "": "What `import slimbayes as sb` gives: the verbs, and what they return. What has a page of its own is there, "
     "too, by the same names: `sb.Rank1` is `slimbayes.methods.Rank1`.",
@@ -35,13 +36,13 @@ ROOMS = {
     "training": "The training loop, and what goes into it.",
     "models": "Plain torch networks, by class and by name.",
     "experiments": "The papers' tables and figures as data.",
-    "adapters": "Bayesian adapters of pretrained networks.",
-    "sklearn": "Estimators for scikit-learn.",
-    "lightning": "Lightning modules and callbacks.",
-    "integrations": "Other people's training loops.",
-    "hub": "Models in a folder or on a hub.",
-    "export": "Frozen networks, torch.export and ONNX.",
     "decisions": "From predictions to decisions.",
+    "diagnosis": "What looks wrong with a model, in words.",
+    "sklearn": "Estimators for scikit-learn.",
+    "integrations.lightning": "For Lightning's Trainer.",
+    "integrations.transformers": "For Hugging Face's Trainer.",
+    "integrations.hub": "Models in a folder or on a hub.",
+    "export": "Frozen networks as torch.export programs and ONNX files.",
 }
 
 
@@ -57,7 +58,7 @@ def in_site(path: str) -> str:
     if path.startswith("docs/") and not path.endswith(".py"):
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
-        return f"{path}/index.md"
+        return f"{path}/all.md"  # not the index of a section of the nav
     return path if path.endswith(AS_IS) else f"{path.removesuffix('.py')}.md"
 
 
@@ -115,15 +116,15 @@ def origins(module: str) -> dict[str, str]:
 
 def reference() -> dict[str, str]:
     """The reference, one page per room: functions first, then classes and constants."""
-    rooms = {room: exported(room) for room in ROOMS}
-    elsewhere = {name for room, names in rooms.items() if room for name in names} | set(ROOMS)
     pages = {}
     for room, words in ROOMS.items():
-        names = [name for name in rooms[room] if room or name not in elsewhere]
+        names, places = exported(room), origins(room)
+        if not room:  # what comes from a room with a page is there
+            rooms = {f"slimbayes.{other}" for other in ROOMS}
+            names = [n for n in names if n not in ROOMS and places[n].rpartition(".")[0] not in rooms]
         if not names:
             continue
         module = f"slimbayes.{room}" if room else "slimbayes"
-        places = origins(room)
         parts = [f"# {module}", words]
         for name in sorted(names, key=lambda name: (name[0].isupper(), name.isupper(), name.lower())):
             parts.append(f"::: {places.get(name, f'{module}.{name}')}")
@@ -149,7 +150,7 @@ def examples() -> dict[str, str]:
         lines.append(f"- [{path.name}]({path.stem}.md): {summary}")
     head = "# Examples\n\nEach is one file that runs, offline, and is run by the tests.\n\n"
     pages = {f"examples/{path.stem}.md": code_page(f"examples/{path.name}") for path in paths}
-    return {"examples/index.md": head + "\n".join(lines) + "\n", **pages}
+    return {"examples/all.md": head + "\n".join(lines) + "\n", **pages}
 
 
 def on_config(config: Any) -> Any:

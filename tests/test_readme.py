@@ -16,8 +16,8 @@ import slimbayes as sb
 from slimbayes.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *TUTORIALS]
+DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "results"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 RUN = [page for page in PAGES if page.name not in ("CONTRIBUTING.md", "support.md")]
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
@@ -120,8 +120,8 @@ def test_every_method_has_a_section_and_every_page_a_link():
     titles = " ".join(re.findall(r"^## (.+)$", (ROOT / "docs" / "methods.md").read_text(), re.M))
     assert set(re.findall(r"\w+", titles)) - {"and"} == set(METHODS)
     readme = (ROOT / "README.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"(docs/{page.name})" in readme, f"README does not link docs/{page.name}"
+    for name in names(DOCS):
+        assert f"({name})" in readme, f"README does not link {name}"
 
 
 def test_contributing_shows_the_example_as_it_is():

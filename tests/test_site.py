@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 import slimbayes as sb
@@ -115,12 +116,14 @@ def test_pictures_are_those_that_the_script_draws(tmp_path):
     for name in pictures.PICTURES:
         kept = (PICTURES / f"{name}.svg").read_text(encoding="utf-8")
         drawn = pictures.draw(name, tmp_path).read_text(encoding="utf-8")
+        assert len(kept) < 60_000, f"{name} has {len(kept)} bytes"
+        if f"matplotlib=={matplotlib.__version__}\n" not in (ROOT / "constraints.txt").read_text():
+            continue  # another version draws another text
         (old, words), (new, others) = numbers_and_words(kept), numbers_and_words(drawn)
         assert words == others and len(old) == len(new), (
             f"{name} is stale: run python docs/pictures.py {name}"
         )
         assert all(abs(a - b) < 0.05 for a, b in zip(old, new, strict=True)), f"{name} is stale"
-        assert len(kept) < 60_000, f"{name} has {len(kept)} bytes"
 
 
 def test_every_picture_is_on_a_page_with_words_for_it():

@@ -23,7 +23,7 @@ PICTURES = ROOT / "docs" / "pictures"
 
 def tool(name):
     """A module of docs/."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"docs_{Path(name).parts[0]}", ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -110,19 +110,18 @@ def numbers_and_words(svg):
     return [float(number) for number in parts[1::2]], parts[::2]
 
 
-def test_pictures_are_those_that_the_script_draws(tmp_path):
-    pictures = tool("pictures")
+def test_pictures_are_those_that_the_script_draws(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(PICTURES))  # as for python docs/pictures
+    pictures = tool("pictures/__main__")
     assert {path.stem for path in PICTURES.glob("*.svg")} == set(pictures.PICTURES)
-    for name in pictures.PICTURES:
+    for name, picture in pictures.PICTURES.items():
         kept = (PICTURES / f"{name}.svg").read_text(encoding="utf-8")
-        drawn = pictures.draw(name, tmp_path).read_text(encoding="utf-8")
+        drawn = pictures.write(name, picture, tmp_path).read_text(encoding="utf-8")
         assert len(kept) < 60_000, f"{name} has {len(kept)} bytes"
         if f"matplotlib=={matplotlib.__version__}\n" not in (ROOT / "constraints.txt").read_text():
             continue  # another version draws another text
         (old, words), (new, others) = numbers_and_words(kept), numbers_and_words(drawn)
-        assert words == others and len(old) == len(new), (
-            f"{name} is stale: run python docs/pictures.py {name}"
-        )
+        assert words == others and len(old) == len(new), f"{name} is stale: run python docs/pictures {name}"
         assert all(abs(a - b) < 0.05 for a, b in zip(old, new, strict=True)), f"{name} is stale"
 
 

@@ -59,11 +59,12 @@ bench: $(DEV)  ## what every method costs, against deterministic and (after benc
 
 bench-peers: $(PEERS)/.installed  ## set up ./.venv-peers with the packages that bench compares with
 
-docs: $(DEV)  ## check that the generated tables in docs/ are current
+docs: $(DEV)  ## the site, into site/; generated tables must be current, and a warning is an error
 	$(BIN)/python docs/generate.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) $(PEERS) slimbayes-compare slimbayes-run slimbayes-reproduce build dist src/*.egg-info htmlcov .coverage .coverage.* \
+	rm -rf $(VENV) $(PEERS) slimbayes-compare slimbayes-run slimbayes-reproduce build dist site src/*.egg-info htmlcov .coverage .coverage.* \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -16,7 +16,8 @@ import slimbayes as sb
 from slimbayes.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "results"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 RUN = [page for page in PAGES if page.name not in ("CONTRIBUTING.md", "support.md")]
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
@@ -37,6 +38,7 @@ def executed(page):
     module = types.ModuleType(f"page_{page.stem}")
     sys.modules[module.__name__] = module  # the compiler looks a function's module up
     space = vars(module)
+    known = dict(METHODS)
     torch.manual_seed(0)
     for language, line, code in blocks(page):
         where = f"{page.relative_to(ROOT)}, line {line + 1}"
@@ -54,6 +56,8 @@ def executed(page):
             assert language in ("bash", "text"), (
                 f"{where}: a block of {language or 'no language'} is not tested"
             )
+    for name in METHODS.keys() - known.keys():  # a page's own method is that page's
+        del METHODS[name]
     return space
 
 
@@ -86,11 +90,11 @@ def test_names_and_links_exist(page):
         if link.startswith("https://"):
             continue
         file, _, anchor = link.partition("#")
-        target = (page.parent / file).resolve()
+        target = (page.parent / file).resolve() if file else page
         assert target.exists(), f"{link} does not exist"
         if anchor:
             heads = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
-            known = {head.lower().replace(" ", "-") for head in heads}
+            known = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
             known |= set(re.findall(r'<a id="([^"]+)">', target.read_text()))
             assert anchor in known, f"no heading {link}"
     for file in re.findall(r"`((?:src|tests|examples|docs)/[\w/]+\.(?:py|md))`", text):
@@ -116,8 +120,8 @@ def test_every_method_has_a_section_and_every_page_a_link():
     titles = " ".join(re.findall(r"^## (.+)$", (ROOT / "docs" / "methods.md").read_text(), re.M))
     assert set(re.findall(r"\w+", titles)) - {"and"} == set(METHODS)
     readme = (ROOT / "README.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"(docs/{page.name})" in readme, f"README does not link docs/{page.name}"
+    for name in names(DOCS):
+        assert f"({name})" in readme, f"README does not link {name}"
 
 
 def test_contributing_shows_the_example_as_it_is():

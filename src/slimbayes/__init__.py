@@ -37,7 +37,7 @@ from slimbayes.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
 from slimbayes.summary import Summary, summary
 
 if TYPE_CHECKING:
-    from slimbayes import analysis, data, metrics, models
+    from slimbayes import analysis, data, decisions, metrics, models
     from slimbayes.checkpoint import CheckpointError, load, save
     from slimbayes.compiling import compile
     from slimbayes.compressing import compress
@@ -54,6 +54,7 @@ _LATE = {
     "compiling": ("compile",),
     "compressing": ("compress",),
     "data": (),
+    "decisions": (),
     "metrics": (),
     "models": (),
     "stacking": ("stack",),
@@ -95,6 +96,7 @@ __all__ = [
     "compile",
     "compress",
     "data",
+    "decisions",
     "draw",
     "elbo",
     "evaluate",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from slimbayes.checkpoint import CheckpointError, load, save
     from slimbayes.compiling import compile
     from slimbayes.compressing import compress
+    from slimbayes.diagnosis import Diagnosis, diagnose
     from slimbayes.stacking import stack
     from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
 
@@ -55,6 +56,7 @@ _LATE = {
     "compressing": ("compress",),
     "data": (),
     "decisions": (),
+    "diagnosis": ("Diagnosis", "diagnose"),
     "metrics": (),
     "models": (),
     "stacking": ("stack",),
@@ -72,6 +74,7 @@ __all__ = [
     "CheckpointError",
     "DeepEnsemble",
     "Deterministic",
+    "Diagnosis",
     "DropConnect",
     "FitResult",
     "Gaussian",
@@ -97,6 +100,7 @@ __all__ = [
     "compress",
     "data",
     "decisions",
+    "diagnose",
     "draw",
     "elbo",
     "evaluate",

@@ -11,6 +11,8 @@ from slimbayes.analysis.layers import root_of
 from slimbayes.apply.rank1 import Factor, Rank1Rule
 from slimbayes.record import converted_layers
 
+COLLAPSED = 0.01  # spread of components around factors of 1, below which they are one network
+
 
 @torch.no_grad()
 def component_spread(model: nn.Module) -> dict[str, dict[str, float]]:

@@ -149,6 +149,19 @@ def test_from_a_model_to_weights_and_predictions(method):
             stacking.predict(model, x, samples=2)
 
 
+def test_stacking_is_never_worse_than_equal_weights():
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        draws = torch.randn(6, 30, 3, generator=generator) * (1 + seed % 4)
+        y = torch.randint(3, (30,), generator=generator)
+        stacking = Stacking.of(sb.Categorical().predictive(draws), y, members=3)
+        assert stacking.nll <= stacking.uniform_nll + 1e-12
+        assert float(stacking.weights.sum()) == pytest.approx(1.0, abs=1e-6)
+    same = torch.randn(1, 30, 3).expand(4, -1, -1)
+    equal = Stacking.of(sb.Categorical().predictive(same), y, members=4)
+    torch.testing.assert_close(equal.weights, torch.full((4,), 0.25))
+
+
 def test_stacking_refuses():
     net = sb.bayesianize(nn.Linear(2, 2), sb.MeanField())
     with pytest.raises(ValueError, match="samples=16"):

@@ -83,11 +83,12 @@ def compare_with_prior(model: nn.Module) -> Comparison:
     one row.
 
     >>> import slimbayes as sb
-    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.MeanField(prior=sb.Normal(0.0, 0.01), stddev_init=0.01))
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.MeanField(prior=sb.Normal(0.0, 0.5)))
+    >>> _ = nn.init.ones_(net.weight)
     >>> for row in sb.analysis.compare_with_prior(net).rows:
-    ...     print(row.tensor, row.elements, round(row.ratio, 1))
-    weight 6 1.0
-    bias 2 1.0
+    ...     print(row.tensor, row.elements, row.tensor == "bias" or row.shift)
+    weight 6 2.0
+    bias 2 True
     """
     rows: list[Compared] = []
     for name, tensor, q, p, reduction in prior_pairs(model):

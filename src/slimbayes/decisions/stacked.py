@@ -19,7 +19,7 @@ from slimbayes.record import find_record, unwrap
 from slimbayes.stacking import stack
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stacking:
     """Weights of a model's members, [M], and how its draws are made: p(y|x) = Σ_m w_m p_m(y|x).
 

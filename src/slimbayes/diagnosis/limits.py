@@ -18,7 +18,9 @@ FACTOR_SMALL = 0.05  # mean |factor|: the layer passes next to nothing on
 DEFAULT_CLIP = 10.0  # of factors whose method clips nothing
 OUTSIDE_SHARE = 0.01  # of a factor's locations beyond the clip: their samples are the clip itself
 DEAD = 0.01  # nats of KL per element: a shift of 0.14 prior deviations, or a σ off by 10 %
-START_MEAN = 0.05  # relative distance of the mean σ from its start: one Adam step of lr 0.05
+START_MEAN = (
+    0.1  # relative distance of the mean σ from its start: what U and V of small k-tied layers have by chance
+)
 START_SPREAD = (
     0.05,
     0.17,

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.uncounted
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = (
-    "classification", "fit", "mixed_rules", "own_data", "regression", "reproduce_table", "sequences", "transformer",
+    "classification", "decisions", "fit", "mixed_rules", "own_data", "regression", "reproduce_table", "sequences",
+    "transformer",
 )  # fmt: skip
 
 
@@ -41,6 +42,15 @@ def test_classification(capsys):
     assert result["accuracy"] > 0.95
     assert result["far"] > 4 * result["near"] > 0
     assert f"accuracy {result['accuracy']:.3f}" in capsys.readouterr().out
+
+
+def test_decisions(capsys):
+    pytest.importorskip("sklearn")
+    result = example("decisions").main(steps=150)
+    assert result["after"] < 0.9 * result["before"]
+    assert 0.92 < result["covered"] < 0.99
+    assert result["risk"] < 0.05 and 0 < result["cost"] < 0.3
+    assert capsys.readouterr().out.startswith("Nothing looks wrong.")
 
 
 def test_regression(capsys):

@@ -37,10 +37,11 @@ from slimbayes.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
 from slimbayes.summary import Summary, summary
 
 if TYPE_CHECKING:
-    from slimbayes import analysis, data, metrics, models
+    from slimbayes import analysis, data, decisions, metrics, models
     from slimbayes.checkpoint import CheckpointError, load, save
     from slimbayes.compiling import compile
     from slimbayes.compressing import compress
+    from slimbayes.diagnosis import Diagnosis, diagnose
     from slimbayes.stacking import stack
     from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
 
@@ -54,6 +55,8 @@ _LATE = {
     "compiling": ("compile",),
     "compressing": ("compress",),
     "data": (),
+    "decisions": (),
+    "diagnosis": ("Diagnosis", "diagnose"),
     "metrics": (),
     "models": (),
     "stacking": ("stack",),
@@ -71,6 +74,7 @@ __all__ = [
     "CheckpointError",
     "DeepEnsemble",
     "Deterministic",
+    "Diagnosis",
     "DropConnect",
     "FitResult",
     "Gaussian",
@@ -95,6 +99,8 @@ __all__ = [
     "compile",
     "compress",
     "data",
+    "decisions",
+    "diagnose",
     "draw",
     "elbo",
     "evaluate",

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slimbayes.analysis import flat_stddev, root_of, rule_of, stddev_of, stored, tied_names
+from slimbayes.analysis.layers import flat_stddev, root_of, rule_of, stddev_of, tied_names
+from slimbayes.analysis.spectra import stored
 from slimbayes.layers.base import Converted
 from slimbayes.layers.several import Kernel
 from slimbayes.methods import KTied, MeanField

@@ -63,18 +63,22 @@ class Likelihood(nn.Module, ABC):
 class Categorical(Likelihood):
     """Classes: logits [D, B, ..., C] and integer targets [B, ...].
 
-    log p(y|x, d) = log softmax(f_d)_y. ``class_axis`` counts in the network's own output, without the draws
-    axis: 1 for images [B, C, H, W]. Targets equal to ``ignore_index`` contribute 0.
+    log p(y|x, d) = log softmax(f_d / T)_y. ``class_axis`` counts in the network's own output, without the draws
+    axis: 1 for images [B, C, H, W]. Targets equal to ``ignore_index`` contribute 0. ``temperature`` T is for
+    calibration after training (``sb.decisions.Temperature`` fits it).
 
     >>> Categorical().log_prob(torch.zeros(2, 1, 4), torch.tensor([3]))
     tensor([[-1.3863],
             [-1.3863]])
     """
 
-    def __init__(self, class_axis: int = -1, ignore_index: int | None = -100) -> None:
+    def __init__(
+        self, class_axis: int = -1, ignore_index: int | None = -100, temperature: float = 1.0
+    ) -> None:
         super().__init__()
         if class_axis == 0:
             raise ValueError("class_axis=0 is the batch: pass 1 for outputs [B, C, ...], -1 for [B, ..., C]")
+        self.temperature = _checked(temperature)
         self.class_axis = class_axis
         self.ignore_index = ignore_index
 
@@ -160,7 +164,7 @@ class Categorical(Likelihood):
 
     def log_probabilities(self, draws: Tensor) -> Tensor:
         """log softmax(f) along the class axis, in the shape of the draws."""
-        return _full(draws).log_softmax(self.axis(draws.ndim - 1))
+        return _tempered(_full(draws), self.temperature).log_softmax(self.axis(draws.ndim - 1))
 
     def _ignored(self, labels: Tensor) -> Tensor:
         none = torch.zeros_like(labels, dtype=torch.bool)
@@ -168,18 +172,24 @@ class Categorical(Likelihood):
 
     def extra_repr(self) -> str:
         """The settings."""
-        return f"class_axis={self.class_axis}, ignore_index={self.ignore_index}"
+        heat = "" if self.temperature == 1.0 else f", temperature={self.temperature:.6g}"
+        return f"class_axis={self.class_axis}, ignore_index={self.ignore_index}{heat}"
 
 
 @final
 class Bernoulli(Likelihood):
     """Independent yes-or-no outputs: logits [D, B, ...] and targets in [0, 1] of shape [B, ...].
 
-    log p(y|x, d) = y log σ(f_d) + (1 − y) log σ(−f_d). A single output [D, B, 1] takes targets [B] too.
+    log p(y|x, d) = y log σ(f_d/T) + (1 − y) log σ(−f_d/T). A single output [D, B, 1] takes targets [B] too.
+    ``temperature`` T as in ``Categorical``.
 
     >>> Bernoulli().log_prob(torch.zeros(1, 2, 1), torch.tensor([True, False]))
     tensor([[-0.6931, -0.6931]])
     """
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.temperature = _checked(temperature)
 
     def check(self, draws: Tensor, targets: Tensor | None = None) -> None:
         """Raise on wrong types and shapes, non-finite draws and targets outside [0, 1]."""
@@ -199,7 +209,7 @@ class Bernoulli(Likelihood):
     def log_prob(self, draws: Tensor, targets: Tensor) -> Tensor:
         """Σ y log σ(f) + (1 − y) log σ(−f) over the row's targets, [D, B]."""
         self.check(draws, targets)
-        logits = _full(draws)
+        logits = _tempered(_full(draws), self.temperature)
         y = targets.to(logits.dtype).view(draws.shape[1:]).expand_as(logits)  # [D, B, ...]
         return _sum_rows(-F.binary_cross_entropy_with_logits(logits, y, reduction="none"))
 
@@ -221,8 +231,12 @@ class Bernoulli(Likelihood):
 
     def log_probabilities(self, draws: Tensor) -> Tensor:
         """log p(0) and log p(1), [D, B, ..., 2]."""
-        logits = _full(draws)
+        logits = _tempered(_full(draws), self.temperature)
         return torch.stack((F.logsigmoid(-logits), F.logsigmoid(logits)), dim=-1)
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return "" if self.temperature == 1.0 else f"temperature={self.temperature:.6g}"
 
 
 @final
@@ -326,6 +340,16 @@ class Gaussian(Likelihood):
 
 def _full(draws: Tensor) -> Tensor:
     return draws if draws.dtype in (torch.float32, torch.float64) else draws.float()
+
+
+def _checked(temperature: float) -> float:
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature!r}: pass a positive finite number, 1 for none")
+    return float(temperature)
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1.0 else logits / temperature
 
 
 def _sum_rows(values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from slimbayes.mixtures import mixture_entropy, mixture_quantile
+from slimbayes.mixtures import central, mixture_entropy, mixture_quantile, tails
 
 if TYPE_CHECKING:
     from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
@@ -66,6 +66,33 @@ class Moments:
             torch.logaddexp(self.log_mean + math.log(mine), other.log_mean + math.log(theirs)),
         )
 
+    @classmethod
+    def weighted(cls, parts: Sequence[Moments], weights: Tensor) -> Moments:
+        """The averages Σ_d w_d (...)_d over draws whose own moments are ``parts``, with weights [D] that sum to one.
+
+        >>> from slimbayes.likelihoods import Gaussian
+        >>> parts = [Gaussian().moments(torch.tensor([[f]])) for f in (1.0, 5.0)]
+        >>> Moments.weighted(parts, torch.tensor([0.75, 0.25])).mean
+        tensor([2.])
+        """
+        columns = zip(*(list(vars(moments).values())[1:] for moments in parts), strict=True)
+        means, _, aleatoric, entropies, log_p = (torch.stack(column) for column in columns)
+
+        def average(values: Tensor) -> Tensor:
+            result: Tensor = torch.tensordot(weights.to(values), values, dims=1)
+            return result
+
+        centre = average(means)
+        logs = weights.to(log_p).log().view(-1, *[1] * (log_p.ndim - 1))
+        return cls(
+            len(parts),
+            centre,
+            len(parts) * average((means - centre).square()),
+            average(aleatoric),
+            average(entropies),
+            (log_p + logs).logsumexp(0),
+        )
+
     def map(self, function: Callable[..., Tensor], *others: Moments) -> Moments:
         """``function`` of every tensor (and the others' of that name): each has the batch axis first."""
         columns = zip(*(list(vars(moments).values())[1:] for moments in (self, *others)), strict=True)
@@ -73,10 +100,11 @@ class Moments:
 
 
 class Predictive(ABC):
-    """The distribution of unseen targets, p(y|x) = (1/D) Σ_d p(y|x, d): an equal mixture over the draws.
+    """The distribution of unseen targets, p(y|x) = Σ_d w_d p(y|x, d): a mixture over the draws, w_d = 1/D.
 
     Var[y] = E_d Var[y|d] + Var_d E[y|d] (``variance = aleatoric + epistemic``, population 1/D), and
-    H[y] = E_d H[y|d] + I[y; d] (``entropy = expected_entropy + mutual_information``).
+    H[y] = E_d H[y|d] + I[y; d] (``entropy = expected_entropy + mutual_information``). ``reweighted`` gives the draws
+    other weights; E_d and Var_d are then taken with those.
 
     >>> from slimbayes.likelihoods import Bernoulli
     >>> pred = Bernoulli().predictive(torch.tensor([[-9.0, 0.0], [9.0, 0.0]]))  # they differ on example 0
@@ -86,18 +114,57 @@ class Predictive(ABC):
     (tensor([0.5000, 0.5000]), tensor([0.6919, 0.0000]))
     """
 
-    def __init__(self, likelihood: Likelihood, moments: Moments | None, draws: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        moments: Moments | None,
+        draws: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
         self.likelihood = likelihood
         self._moments = moments
         self._draws = draws
+        self._weights = weights  # [D]; None: all equal
         self._mean: Tensor | None = None
 
     @property
     def moments(self) -> Moments:
         """The averages over the draws; from the draws when first asked for, where they were not given."""
         if self._moments is None:
-            self._moments = self.likelihood.moments(self._need("moments"))
+            draws = self._need("moments")
+            if self._weights is None:
+                self._moments = self.likelihood.moments(draws)
+            else:
+                parts = [self.likelihood.moments(draws[d : d + 1]) for d in range(len(draws))]
+                self._moments = Moments.weighted(parts, self._weights)
         return self._moments
+
+    @property
+    def weights(self) -> Tensor:
+        """The share of every draw in the mixture, [D]: 1/D unless ``reweighted``."""
+        if self._weights is not None:
+            return self._weights
+        return torch.full((self._count,), 1 / self._count, device=self.mean.device)
+
+    def reweighted(self, weights: Tensor) -> Predictive:
+        """The mixture Σ_d w_d p(y|x, d) of the same draws, with weights [D] of at least 0 and not all 0.
+
+        >>> from slimbayes.likelihoods import Gaussian
+        >>> pred = Gaussian().predictive(torch.tensor([[1.0], [5.0]])).reweighted(torch.tensor([3.0, 1.0]))
+        >>> pred.mean, pred.epistemic
+        (tensor([2.]), tensor([3.]))
+        """
+        draws = self._need("reweighted")
+        given = torch.as_tensor(weights).detach().to(draws.device)
+        if given.shape != draws.shape[:1] or given.is_complex():
+            raise ValueError(f"weights {list(given.shape)} do not fit {len(draws)} draws: pass one for each")
+        given = given.to(torch.promote_types(given.dtype, torch.float32))
+        if not (torch.isfinite(given).all() and (given >= 0).all() and given.sum() > 0):
+            raise ValueError(
+                f"weights between {float(given.min()):.4g} and {float(given.max()):.4g}: pass numbers of at "
+                "least 0, finite and not all 0"
+            )
+        return type(self)(self.likelihood, None, draws, given / given.sum())
 
     @property
     @abstractmethod
@@ -130,6 +197,8 @@ class Predictive(ABC):
         """E[y] in the shape of the network's output; probabilities where y is discrete."""
         if self._moments is not None:
             return self._moments.mean
+        if self._weights is not None:
+            return self.moments.mean
         if self._mean is None:
             self._mean = self._mean_of_draws()
         return self._mean
@@ -160,10 +229,12 @@ class Predictive(ABC):
         return (self.entropy - self.expected_entropy).clamp_min(0.0)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """log p(y|x) = logsumexp_d log p(y|x, d) − log D, [B]: joint over a row's target elements."""
+        """log p(y|x) = logsumexp_d (log w_d + log p(y|x, d)), [B]: joint over a row's target elements."""
         log_prob = self.likelihood.log_prob(self._outputs("log_prob"), targets)  # [D, B]
         if self._draws is None and targets.is_floating_point() and (targets % 1 != 0).any():
             self._need("log_prob of fractional targets")
+        if self._draws is not None and self._weights is not None:
+            return (log_prob + self._weights.to(log_prob).log().unsqueeze(1)).logsumexp(0)
         return log_prob.logsumexp(0) - math.log(log_prob.shape[0])
 
     @property
@@ -176,6 +247,7 @@ class Predictive(ABC):
 
     def __repr__(self) -> str:
         kept = "" if self._draws is not None else " (not kept)"
+        kept += "" if self._weights is None else " with weights"
         where = f"dtype={self.mean.dtype}, device={self.mean.device}"
         return f"{type(self).__name__}({self._count} draws{kept}, shape={list(self.shape)}, {where})"
 
@@ -188,13 +260,15 @@ class Predictive(ABC):
         if not (isinstance(index, slice) or (isinstance(index, Tensor) and index.ndim == 1)):
             raise TypeError(f"index by a slice or a 1-d tensor, not by {index!r}: pred[i:i + 1] is row i")
         draws = None if self._draws is None else self._draws[:, index]
-        return type(self)(self.likelihood, self.moments.map(lambda tensor: tensor[index]), draws)
+        moments = self.moments.map(lambda tensor: tensor[index])
+        return type(self)(self.likelihood, moments, draws, self._weights)
 
     def to(self, device: torch.device | str) -> Predictive:
         """The same predictive on another device."""
         draws = None if self._draws is None else self._draws.to(device)
         moments = self.moments.map(lambda tensor: tensor.to(device))
-        return type(self)(copy.deepcopy(self.likelihood).to(device), moments, draws)
+        weights = None if self._weights is None else self._weights.to(device)
+        return type(self)(copy.deepcopy(self.likelihood).to(device), moments, draws, weights)
 
     def cpu(self) -> Predictive:
         """The same predictive in host memory."""
@@ -208,14 +282,15 @@ class Predictive(ABC):
         first, *rest = predictives
         for other in rest:
             if first._signature() != other._signature():
-                remedy = "give every batch the same likelihood, number of draws and keep_draws"
+                remedy = "give every batch the same likelihood, number of draws, weights and keep_draws"
                 raise ValueError(f"cannot cat {first} and {other}: {remedy}")
         moments = first.moments.map(lambda *column: torch.cat(column), *(other.moments for other in rest))
         draws = None if first._draws is None else torch.cat([each.draws for each in predictives], dim=1)
-        return type(first)(first.likelihood, moments, draws)
+        return type(first)(first.likelihood, moments, draws, first._weights)
 
     def _signature(self) -> tuple[object, ...]:
-        return type(self), repr(self.likelihood), self._count, self._draws is None, self.shape[1:]
+        weights = None if self._weights is None else tuple(self._weights.tolist())
+        return type(self), repr(self.likelihood), self._count, self._draws is None, self.shape[1:], weights
 
     def _need(self, what: str) -> Tensor:
         if self._draws is None:
@@ -232,10 +307,18 @@ class Predictive(ABC):
         return self._need(what)
 
     def _chosen(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Outputs [n, B, ...] of a draw chosen uniformly for each sample of each row."""
+        """Outputs [n, B, ...] of a draw chosen by its weight for each sample of each row."""
         outputs = self._outputs("sample")
         where = outputs.device if generator is None else generator.device
-        index = torch.randint(outputs.shape[0], (n, len(self)), generator=generator, device=where)  # [n, B]
+        shape = n, len(self)
+        if self._weights is None or self._draws is None:
+            index = torch.randint(outputs.shape[0], shape, generator=generator, device=where)  # [n, B]
+        else:
+            u = torch.rand(shape, generator=generator, device=where, dtype=torch.float32)
+            edges = self._weights.to(where, torch.float32).cumsum(0)
+            # At the end rounding may leave the last edge below u; the last draw that has a weight takes it.
+            last = int(self._weights.nonzero()[-1])
+            index = torch.searchsorted(edges, u, right=True).clamp(max=last)
         return outputs[index.to(outputs.device), torch.arange(len(self), device=outputs.device)]
 
 
@@ -258,7 +341,7 @@ class CategoricalPredictive(Predictive):
         return entropy(self.moments.log_mean, self.likelihood.axis(self.mean.ndim))
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        return _central(self.likelihood.log_probabilities(self._need("interval")).exp(), level)
+        return central(self.likelihood.log_probabilities(self._need("interval")).exp(), level, self._weights)
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Class indices, [n, B, ...]."""
@@ -269,7 +352,7 @@ class CategoricalPredictive(Predictive):
         return self.likelihood.log_probabilities(self._need("mean")).exp_().mean(0)
 
     def _mixture(self, what: str) -> Tensor:
-        return self.moments.log_mean
+        return self.moments.log_mean * self.likelihood.temperature  # by which it will be divided
 
 
 @final
@@ -291,7 +374,8 @@ class BernoulliPredictive(Predictive):
         return entropy(self.moments.log_mean, -1)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        return _central(self.likelihood.log_probabilities(self._need("interval"))[..., 1].exp(), level)
+        p = self.likelihood.log_probabilities(self._need("interval"))[..., 1].exp()
+        return central(p, level, self._weights)
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Zeros and ones, [n, B, ...]."""
@@ -303,7 +387,7 @@ class BernoulliPredictive(Predictive):
 
     def _mixture(self, what: str) -> Tensor:
         log_q, log_p = self.moments.log_mean.unbind(-1)
-        return log_p - log_q  # the log-odds
+        return (log_p - log_q) * self.likelihood.temperature  # the log-odds, as divided later
 
 
 @final
@@ -328,13 +412,13 @@ class GaussianPredictive(Predictive):
     def entropy(self) -> Tensor:
         """H[y] = −∫ p log p dy, in bounded memory, to about 1e-7."""
         loc, scale = (each.flatten(1) for each in self._components("entropy"))  # [D, E]
-        return mixture_entropy(loc, scale).view(self.shape).to(self.mean.dtype)
+        return mixture_entropy(loc, scale, self._weights).view(self.shape).to(self.mean.dtype)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """The central ``level`` of the mixture, to 1e-9 of the narrowest component; not differentiable."""
         loc, scale = self._components("interval")
-        lower, upper = (mixture_quantile(q, loc, scale).to(self.mean.dtype) for q in _tails(level))
-        return lower, upper
+        ends = [mixture_quantile(q, loc, scale, self._weights).to(self.mean.dtype) for q in tails(level)]
+        return ends[0], ends[1]
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Targets with their noise, [n, B, ...]."""
@@ -371,18 +455,3 @@ def _noise(like: Tensor, generator: torch.Generator | None, fill: Callable[..., 
 def _sample_class(log_p: Tensor, axis: int, generator: torch.Generator | None) -> Tensor:
     exponential = _noise(log_p, generator, Tensor.exponential_)
     return (log_p - exponential.log()).argmax(axis)  # the Gumbel-max trick
-
-
-def _tails(level: float) -> tuple[float, float]:
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"interval got level={level}: pass a number between 0 and 1, such as 0.9 for 90 %")
-    return (1 - level) / 2, (1 + level) / 2
-
-
-def _central(values: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    ordered = values.sort(0).values  # torch.quantile refuses large tensors
-    lower, upper = (divmod(q * (len(ordered) - 1), 1) for q in _tails(level))
-    return (
-        torch.lerp(ordered[int(lower[0])], ordered[math.ceil(sum(lower))], lower[1]),
-        torch.lerp(ordered[int(upper[0])], ordered[math.ceil(sum(upper))], upper[1]),
-    )

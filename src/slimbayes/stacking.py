@@ -21,7 +21,7 @@ def stack(log_probs: Tensor, targets: Tensor | None = None, tolerance: float = 1
     a component, a member, or a draw: with a seed draw s is one function for all data, so that weights fitted on some
     serve on others. The problem is concave: w grows by multiplication with g_m = (1/N) Σ_n p_m(y_n) / Σ_j w_j p_j(y_n)
     (the EM step, in longer strides as long as they help), until max_m g_m − 1, which bounds how far the score is from
-    the highest, is at most ``tolerance``.
+    the highest, is at most ``tolerance``. ``sb.decisions.stack_components`` does all of it for a model.
 
     >>> right = torch.tensor([[0.9, 0.9, 0.9, 0.1], [0.1, 0.1, 0.1, 0.9]]).log()  # p of the target, two predictions
     >>> stack(right).round(decimals=3)

@@ -41,7 +41,13 @@ from slimbayes.metrics.regression import (
     mae,
     rmse,
 )
-from slimbayes.metrics.selective import accuracy_at_coverage, aurc, selective_risk
+from slimbayes.metrics.selective import (
+    RiskCoverage,
+    accuracy_at_coverage,
+    aurc,
+    risk_coverage,
+    selective_risk,
+)
 
 __all__ = [
     "ALEXNET",
@@ -49,6 +55,7 @@ __all__ = [
     "Evaluation",
     "OODScores",
     "Reliability",
+    "RiskCoverage",
     "accuracy",
     "accuracy_at_coverage",
     "adaptive_ece",
@@ -76,6 +83,7 @@ __all__ = [
     "relative_corruption_errors",
     "relative_mean_corruption_error",
     "reliability",
+    "risk_coverage",
     "rmse",
     "selective_risk",
     "top_k_accuracy",

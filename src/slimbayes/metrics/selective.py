@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,32 @@ def accuracy_at_coverage(predictions: Any, targets: Any = None, coverage: float 
     0.6667
     """
     return 1.0 - selective_risk(predictions, targets, coverage)
+
+
+class RiskCoverage(NamedTuple):
+    """The error rate among the surest examples, for every share of them that a threshold can keep."""
+
+    coverage: list[float]
+    risk: list[float]
+    confidence: list[float]  # the least of those kept
+
+
+def risk_coverage(predictions: Any, targets: Any = None) -> RiskCoverage:
+    """The risk–coverage curve: one point for every distinct confidence, from the surest examples to all of them.
+
+    ``predictions`` and ``targets`` as in ``aurc``, which is the area below it.
+
+    >>> risk_coverage(([0.9, 0.8, 0.8, 0.7], [True, False, True, False]))
+    RiskCoverage(coverage=[0.25, 0.75, 1.0], risk=[0.0, 0.3333, 0.5], confidence=[0.9, 0.8, 0.7])
+    """
+    confidence, correct = _scored(predictions, targets)
+    risk = _risk(confidence, correct)
+    ordered = confidence.sort(descending=True).values
+    last = torch.ones_like(ordered, dtype=torch.bool)
+    last[:-1] = ordered[1:] != ordered[:-1]  # the last of those that share a confidence
+    place = last.nonzero().squeeze(1)
+    coverage = (place + 1).double() / len(ordered)
+    return RiskCoverage(coverage.tolist(), risk[place].tolist(), ordered[place].double().tolist())
 
 
 def area_under_risk(confidence: Tensor, correct: Tensor) -> float:

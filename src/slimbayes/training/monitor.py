@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from slimbayes.analysis import component_spread
+from slimbayes.analysis.factors import COLLAPSED, component_spread
 from slimbayes.files import write_whole
 
 COLUMNS = (
@@ -52,9 +52,6 @@ def _line(row: Row) -> str:
 
 def _cell(value: float | None) -> str:
     return "" if value is None else str(value) if isinstance(value, int) else f"{value:.9g}"
-
-
-COLLAPSED = 0.01  # spread of components around factors of 1
 
 
 def spread_of(model: nn.Module) -> Row:

@@ -1,8 +1,8 @@
 """Draw the pictures of the documentation beside this file: ``python docs/pictures``.
 
 What they show comes from the library itself (weights that draws see), from results/, and from measured.json: what two
-tutorials found. ``--measure`` runs those again and writes that file, and draws the pictures of networks that are trained
-for them, which another machine gives slightly differently.
+tutorials found. ``--measure`` runs those again and writes that file, and draws the pictures of networks that are
+trained for them, which another machine gives slightly differently.
 """
 
 from __future__ import annotations

@@ -37,10 +37,11 @@ from slimbayes.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
 from slimbayes.summary import Summary, summary
 
 if TYPE_CHECKING:
-    from slimbayes import analysis, data, metrics, models
+    from slimbayes import analysis, data, export, metrics, models
     from slimbayes.checkpoint import CheckpointError, load, save
     from slimbayes.compiling import compile
     from slimbayes.compressing import compress
+    from slimbayes.frozen import Frozen, freeze
     from slimbayes.stacking import stack
     from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
 
@@ -54,6 +55,8 @@ _LATE = {
     "compiling": ("compile",),
     "compressing": ("compress",),
     "data": (),
+    "export": (),
+    "frozen": ("Frozen", "freeze"),
     "metrics": (),
     "models": (),
     "stacking": ("stack",),
@@ -73,6 +76,7 @@ __all__ = [
     "Deterministic",
     "DropConnect",
     "FitResult",
+    "Frozen",
     "Gaussian",
     "HalfCauchy",
     "HeNormal",
@@ -98,9 +102,11 @@ __all__ = [
     "draw",
     "elbo",
     "evaluate",
+    "export",
     "fast_paths",
     "fit",
     "fit_many",
+    "freeze",
     "kl",
     "load",
     "metrics",

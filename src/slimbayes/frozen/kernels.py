@@ -84,7 +84,9 @@ def _masked(
         options = {"input_size": size, "num_layers": 1, "bidirectional": False, "batch_first": True}
         members = [
             plain.recurrent(
-                layer, {n.removesuffix(end) + "_l0": v for n, v in group.items() if n.endswith(end)}, **options
+                layer,
+                {n.removesuffix(end) + "_l0": v for n, v in group.items() if n.endswith(end)},
+                **options,
             )
             for group in tensors
         ]
@@ -98,7 +100,11 @@ def _masked(
 
 
 def _attention(
-    layer: BayesMultiheadAttention, maps: dict[str, Mapped], masks: dict[str, Mask], draws: int, mask: MakeMask
+    layer: BayesMultiheadAttention,
+    maps: dict[str, Mapped],
+    masks: dict[str, Mask],
+    draws: int,
+    mask: MakeMask,
 ) -> FrozenLayer:
     kernels: dict[str, tuple[Tensor, Tensor | None]] = {}
     for key, one in maps.items():
@@ -116,7 +122,9 @@ def _attention(
     for name, value in made._parameters.items():
         made._parameters[name] = plain.own(value) if name in ("bias_k", "bias_v") else None
     if layer.in_proj_bias is not None:
-        made._parameters["in_proj_bias"] = plain.own(layer.kernels[0].bias[:0])  # only whether there is one counts
+        made._parameters["in_proj_bias"] = plain.own(
+            layer.kernels[0].bias[:0]
+        )  # only whether there is one counts
     rate = layer.dropout if layer.kernels[0].bayes.drops else 0.0
     weights = mask(f"{layer.source}.weights", rate, None) if rate > 0 else None
     return Attention(made, kernels, masks, draws, weights)

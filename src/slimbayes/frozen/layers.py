@@ -78,7 +78,9 @@ class Factored(FrozenLayer):
             changed, start = list(inputs), 0
             for position, axis, size in self.slots:
                 x, part = inputs[position], self.s[:, start : start + size]
-                changed[position] = by_draw(x, part, along(x, axis), torch.add if self.additive else torch.mul)
+                changed[position] = by_draw(
+                    x, part, along(x, axis), torch.add if self.additive else torch.mul
+                )
                 start += size
             inputs = tuple(changed)
         y: Tensor = self.layer(*inputs, **named)
@@ -123,10 +125,8 @@ class Scaled(FrozenLayer):
         (x,) = self.repeated(input)
         y = self.layer(x)
         own = self.weight.shape[1:]
-        if self.trailing == 0:
-            shape = (*own, *[1] * (y.dim() - 2))
-        else:
-            shape = (*[1] * (y.dim() - 1 - self.trailing), *own)
+        before, after = (y.dim() - 1 - self.trailing, 0) if self.trailing else (0, y.dim() - 2)
+        shape = (*[1] * before, *own, *[1] * after)
         if self.bias is None:
             return by_draw(y, self.weight, shape, torch.mul)
         return by_draw(y, self.weight, shape, _affine, self.bias)
@@ -269,7 +269,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (torch.cat(y.unbind(0)) if torch.compiler.is_compiling() else y).reshape(*x.shape[:-1], outputs)
 
 
-def by_draw(x: Tensor, values: Tensor, shape: Sequence[int], combine: Callable[..., Tensor], *more: Tensor) -> Tensor:
+def by_draw(
+    x: Tensor, values: Tensor, shape: Sequence[int], combine: Callable[..., Tensor], *more: Tensor
+) -> Tensor:
     """Combine rows x [D·b, ...] with ``values`` [D, n] of every draw, of this ``shape`` against one row; so ``more``.
 
     A traced program repeats the values instead of splitting the rows: how an unknown batch lies in memory after a
@@ -277,7 +279,10 @@ def by_draw(x: Tensor, values: Tensor, shape: Sequence[int], combine: Callable[.
     """
     if torch.compiler.is_compiling():
         count = x.shape[0] // values.shape[0]
-        every = [value.flatten(1).repeat(1, count).view(x.shape[0], *shape).to(x.dtype) for value in (values, *more)]
+        every = [
+            value.flatten(1).repeat(1, count).view(x.shape[0], *shape).to(x.dtype)
+            for value in (values, *more)
+        ]
         return combine(x, *every)
     every = [value.to(x.dtype).reshape(value.shape[0], 1, *shape) for value in (values, *more)]
     return combine(x.unflatten(0, (values.shape[0], -1)), *every).flatten(0, 1)

@@ -91,7 +91,13 @@ def freeze(
         network, masked = _frozen_network(network, Making(frame, seed), plan)
     metadata = _metadata(record, draws, components, seed)
     frozen = Frozen(
-        network, draws, components * samples, masked, shared_inputs, None if plan is None else plan.outputs, metadata
+        network,
+        draws,
+        components * samples,
+        masked,
+        shared_inputs,
+        None if plan is None else plan.outputs,
+        metadata,
     )
     if flat is not None:
         args, kwargs = flat.tile(1)
@@ -150,7 +156,7 @@ def _plan(model: nn.Module, record: Record, flat: FlatInputs, draws: int) -> Pla
 def _frozen_network(network: nn.Module, making: Making, plan: Plan | None) -> tuple[nn.Module, bool]:
     """The copy with every converted module replaced; whether it has masks."""
     replaced: dict[int, nn.Module] = {}
-    for name, module in list(network.named_modules()):
+    for module in list(network.modules()):
         made = _frozen_module(module, making)
         if made is None:
             continue
@@ -197,7 +203,9 @@ def _frozen_module(module: nn.Module, making: Making) -> FrozenLayer | None:
 
 def _rank1(layer: Converted, rule: Rank1Rule, making: Making) -> FrozenLayer:
     s, r = (
-        None if factor is None else expand_groups(rule._factor(factor, which, making.frame).flatten(0, 2), making.draws)
+        None
+        if factor is None
+        else expand_groups(rule._factor(factor, which, making.frame).flatten(0, 2), making.draws)
         for which, factor in (("s", rule.s), ("r", rule.r))
     )
     b = None if layer.bias is None else expand_groups(layer.bias, making.draws)
@@ -223,7 +231,9 @@ def _indexed(layer: Converted, rule: IndexedRule, making: Making) -> FrozenLayer
     bias = None if layer.bias is None else rule._chosen(layer.bias, rule.bias_source, frame)
     if rule.own_statistics and isinstance(layer, Normalizing):
         index = rule._index(layer.weight, frame)
-        mean, variance = (getattr(layer, name).index_select(0, index) for name in ("running_mean", "running_var"))
+        mean, variance = (
+            getattr(layer, name).index_select(0, index) for name in ("running_mean", "running_var")
+        )
         weight = weight * (variance + layer.eps).rsqrt()
         bias = -mean * weight if bias is None else bias - mean * weight
         return Scaled(nn.Identity(), weight, bias, 0)

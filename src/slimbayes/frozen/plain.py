@@ -74,7 +74,7 @@ def refresh(layer: nn.Module) -> None:
     """Let torch's own hooks (weight_norm, spectral_norm) compute the weight that they would before a call."""
     for hook in layer._forward_pre_hooks.values():
         if type(hook).__module__.startswith("torch.nn.utils"):
-            hook(layer, ())  # type: ignore[call-arg]
+            hook(layer, ())
 
 
 def members(layer: Ensembled) -> list[nn.Module]:
@@ -108,7 +108,7 @@ def recurrent(layer: Several, tensors: dict[str, Tensor], **options: Any) -> Any
     kind: Any = torch_class(layer)
     first = next(iter(tensors.values()))
     source: Any = layer
-    known = {
+    known: dict[str, Any] = {
         name: getattr(source, name)
         for name in ("input_size", "hidden_size", "num_layers", "batch_first", "bidirectional", "proj_size")
         if name in vars(layer)

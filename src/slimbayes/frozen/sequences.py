@@ -68,7 +68,11 @@ class MaskedRecurrent(FrozenLayer):
     """
 
     def __init__(
-        self, layer: nn.RNNBase, parts: Sequence[Recurrent], masks: Sequence[nn.Module], between: Sequence[nn.Module]
+        self,
+        layer: nn.RNNBase,
+        parts: Sequence[Recurrent],
+        masks: Sequence[nn.Module],
+        between: Sequence[nn.Module],
     ) -> None:
         super().__init__()
         self.members = nn.ModuleList(parts)
@@ -159,7 +163,8 @@ class Cell(FrozenLayer):
         count = len(self.members)
         states = split_states(hx, count, 0)
         made = [
-            member(own, state) for member, own, state in zip(self.members, split(x, count, 0), states, strict=True)
+            member(own, state)
+            for member, own, state in zip(self.members, split(x, count, 0), states, strict=True)
         ]
         return join_states(made, 0)
 
@@ -252,7 +257,8 @@ class Attention(FrozenLayer):
 
 def split(x: Tensor, count: int, axis: int) -> tuple[Tensor, ...]:
     """Equal groups of rows, in order."""
-    return x.unflatten(axis, (count, -1)).unbind(axis)
+    groups: tuple[Tensor, ...] = x.unflatten(axis, (count, -1)).unbind(axis)
+    return groups
 
 
 def split_states(hx: Any, count: int, axis: int = 1) -> list[Any]:

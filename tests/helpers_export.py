@@ -10,8 +10,9 @@ def everything(name, module):
     return not name.endswith("dropout")
 
 
+POSTERIORS = ("normal", "cauchy", "lognormal", "halfcauchy", "delta")
 METHODS = {
-    **{f"Rank1 {p}": sb.Rank1(components=2, posterior=p) for p in ("normal", "cauchy", "lognormal", "halfcauchy", "delta")},
+    **{f"Rank1 {p}": sb.Rank1(components=2, posterior=p) for p in POSTERIORS},
     "Rank1 additive": sb.Rank1(components=2, perturbation="additive"),
     "Rank1 input": sb.Rank1(components=2, factors="input"),
     "Rank1 random output": sb.Rank1(components=2, random="output"),

@@ -213,6 +213,8 @@ def precision_of(likelihood: Likelihood) -> float | None:
     """What a file keeps of a likelihood: the precision of a Gaussian."""
     if not isinstance(likelihood, Gaussian):
         return None
+    if likelihood.learn != "global":
+        return likelihood.precision
     # In float64: the logarithm of what is written is the same float32 again.
     return math.exp(float(likelihood.log_precision.detach()))
 

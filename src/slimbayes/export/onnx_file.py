@@ -43,16 +43,19 @@ def to_onnx(
     check: bool = True,
     tolerance: float = TOLERANCE,
     dynamic_batch: bool = True,
+    program: Any = None,
 ) -> Path:
     """Write the frozen model as ONNX, for any batch, and return the path. The file appears whole or not at all.
 
     With ``check`` onnxruntime runs it on the example and on two other batch sizes first, and where an output is further
     than ``tolerance`` (relative to the largest output, if that is above one) from PyTorch's, nothing is written.
-    ``metadata`` is kept in the file, beside the methods, draws, seed and versions: see ``read_metadata``.
+    ``metadata`` is kept in the file, beside the methods, draws, seed and versions: see ``read_metadata``. ``program`` is
+    what ``to_program`` returned for this model, if it is at hand.
     """
     onnx = _onnx()
     flat = example_inputs(frozen, example)
-    program = to_program(frozen, example, dynamic_batch)
+    if program is None:
+        program = to_program(frozen, example, dynamic_batch)
     names = _input_names(frozen, flat)
     outputs = len(pytree.tree_leaves(_run(frozen, flat)))
     output_names = ["draws"] if outputs == 1 else [f"draws_{i}" for i in range(outputs)]
@@ -62,6 +65,7 @@ def to_onnx(
         )
         assert made is not None
         proto = made.model_proto
+    _without_remarks(proto)
     onnx.helper.set_model_props(proto, {KEY: json.dumps(describe(frozen, metadata))})
     if proto.ByteSize() > LARGEST:
         raise ExportError(
@@ -161,6 +165,17 @@ def _parsed(text: str | None) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("version") != 1:
         raise ExportError("the model's own description is of another format: update slimbayes")
     return found
+
+
+def _without_remarks(proto: Any) -> None:
+    """Take out the exporter's notes on every node: half of a small file, and the paths of this machine."""
+    for graph in (proto.graph, *proto.functions):
+        for entry in (graph, *graph.node, *graph.value_info):
+            for field in ("metadata_props", "doc_string"):
+                entry.ClearField(field)
+    for entry in (*proto.graph.input, *proto.graph.output, *proto.graph.initializer):
+        entry.ClearField("metadata_props")
+        entry.ClearField("doc_string")
 
 
 def _run(frozen: Frozen, flat: FlatInputs) -> Any:

@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,12 @@ def to_program(frozen: Frozen, example: Any, dynamic_batch: bool = True) -> Any:
         frozen(*args, **kwargs)  # masks of dropout are made when the first inputs come
         names = argument_names(frozen, len(args), list(kwargs))
         shapes = _dynamic_shapes(flat, names) if dynamic_batch else None
-        return torch.export.export(_Named(frozen, names), args, kwargs, dynamic_shapes=shapes, strict=False)
+        with warnings.catch_warnings():
+            # torch's recurrent layers keep a list of their own weights, which tracing takes for new ones.
+            warnings.filterwarnings("ignore", "The tensor attributes")
+            return torch.export.export(
+                _Named(frozen, names), args, kwargs, dynamic_shapes=shapes, strict=False
+            )
 
 
 class _Named(nn.Module):
@@ -65,12 +71,7 @@ class _Named(nn.Module):
 
 def argument_names(frozen: Frozen, count: int, named: list[str]) -> list[str]:
     """The network's own names of so many inputs by position, then those of the named ones."""
-    gathered = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    own = [
-        p.name
-        for p in inspect.signature(frozen.network.forward).parameters.values()
-        if p.kind not in gathered
-    ]
+    own = frozen.arguments
     return [own[i] if i < len(own) and own[i] not in named else f"input_{i}" for i in range(count)] + named
 
 
@@ -99,7 +100,9 @@ def example_inputs(frozen: Frozen, example: Any) -> FlatInputs:
     if not isinstance(frozen, Frozen):
         raise TypeError(f"export takes what sb.freeze(model) returned, got {type(frozen).__name__}")
     args, kwargs = as_arguments(example)
-    flat = flatten_inputs(frozen.network, args, kwargs, frozen.shared_inputs)
+    names = frozen.arguments[: len(args)]
+    whole = [names.index(one) if one in names and one not in kwargs else one for one in frozen.shared_inputs]
+    flat = flatten_inputs(frozen.network, args, kwargs, whole)
     return flat if flat.batch > 1 else flat.resized(2)
 
 

@@ -150,7 +150,7 @@ class Tables(FrozenLayer):
 
 
 class Members(FrozenLayer):
-    """Plain torch modules, each for its own share of the rows: a convolution of every draw, a member's whole network."""
+    """Plain torch modules, each for its own share of the rows: a draw's convolution, or a member's whole network."""
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,14 +92,9 @@ def freeze(
         frame = Frame(components, samples, 1, 1, "shared", Draw(components, samples, 1, "shared", seed))
         network, masked = _frozen_network(network, Making(frame, seed), plan)
     metadata = _metadata(record, draws, components, seed)
+    late = None if plan is None else plan.outputs
     frozen = Frozen(
-        network,
-        draws,
-        components * samples,
-        masked,
-        shared_inputs,
-        None if plan is None else plan.outputs,
-        metadata,
+        network, draws, components * samples, masked, shared_inputs, late, _arguments(inner), metadata
     )
     if flat is not None:
         args, kwargs = flat.tile(1)
@@ -117,6 +114,15 @@ def _check(draws: int, seed: int, components: int) -> None:
             f"draws={draws} is not a multiple of this model's {components} components, each of which gives as many "
             f"draws as the others; use draws={near}"
         )
+
+
+def _arguments(model: nn.Module) -> list[str]:
+    """The names of a network's inputs; those of a deep ensemble are its members'."""
+    forward: Any = model.forward
+    if isinstance(model, Ensembled):
+        forward = functools.partial(model._member[0].original.forward, model)
+    gathered = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in inspect.signature(forward).parameters.values() if one.kind not in gathered]
 
 
 def _metadata(record: Record, draws: int, components: int, seed: int) -> dict[str, Any]:

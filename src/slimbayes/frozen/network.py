@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -47,6 +46,7 @@ class Frozen(nn.Module):
         masked: bool,
         shared_inputs: Sequence[str | int],
         late: tuple[bool, ...] | None,
+        arguments: Sequence[str],
         metadata: dict[str, Any],
     ) -> None:
         super().__init__()
@@ -56,6 +56,7 @@ class Frozen(nn.Module):
         self.masked = masked
         self.shared_inputs = tuple(shared_inputs)
         self.late = late  # None: inputs are repeated here; else which outputs no draw has touched
+        self.arguments = tuple(arguments)  # names of the network's inputs, in order
         self.metadata = metadata
         super().train(False)
 
@@ -86,7 +87,7 @@ class Frozen(nn.Module):
         """Positions, among the leaves of all inputs, of what is never repeated."""
         if not self.shared_inputs:
             return set()
-        names = input_names(self.network)[: len(inputs)]
+        names = self.arguments
         found: set[int] = set()
         start = 0
         for key, value in [*enumerate(inputs), *named.items()]:
@@ -129,11 +130,6 @@ def repeat_rows(rows: Tensor, draws: int) -> Tensor:
     tensor([1, 2, 1, 2])
     """
     return rows.repeat(draws, *[1] * (rows.dim() - 1))
-
-
-def input_names(network: nn.Module) -> list[str]:
-    """The names of a network's arguments, in order."""
-    return list(inspect.signature(network.forward).parameters)
 
 
 def _batch(leaves: list[Any], whole: set[int]) -> Any:

@@ -148,6 +148,21 @@ def test_saved_programs(linear, tmp_path):
         fixed(torch.randn(5, 64))
 
 
+def test_lengths_may_change(tmp_path):
+    frozen, example = sb.freeze(make("attended", "Rank1 normal"), 2), inputs("attended")
+    dynamic = {"x": {1: "steps"}}
+    made = sb.export.to_program(frozen, example, dynamic=dynamic)
+    file = OnnxModel(
+        sb.export.to_onnx(frozen, example, tmp_path / "model.onnx", dynamic=dynamic, program=made)
+    )
+    longer = torch.randn(5, 8, 4)
+    with torch.no_grad():
+        for found in (made.module()(longer), file(longer)):
+            torch.testing.assert_close(found, frozen(longer), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="dynamic names 'words', which is no tensor among the inputs x"):
+        sb.export.to_program(frozen, example, dynamic={"words": {1: "steps"}})
+
+
 def test_masks_have_one_size():
     frozen = sb.freeze(make("words", "MCDropout"), 2)
     with pytest.raises(RuntimeError, match="is not made yet: call the frozen model once"):

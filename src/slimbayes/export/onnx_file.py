@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from slimbayes.draws import FlatInputs
 from slimbayes.export.programs import (
     FORMAT,
+    Dynamic,
     ExportError,
     argument_names,
     describe,
@@ -43,19 +44,20 @@ def to_onnx(
     check: bool = True,
     tolerance: float = TOLERANCE,
     dynamic_batch: bool = True,
+    dynamic: Dynamic | None = None,
     program: Any = None,
 ) -> Path:
     """Write the frozen model as ONNX, for any batch, and return the path. The file appears whole or not at all.
 
     With ``check`` onnxruntime runs it on the example and on two other batch sizes first, and where an output is further
     than ``tolerance`` (relative to the largest output, if that is above one) from PyTorch's, nothing is written.
-    ``metadata`` is kept in the file, beside the methods, draws, seed and versions: see ``read_metadata``. ``program`` is
-    what ``to_program`` returned for this model, if it is at hand.
+    ``metadata`` is kept in the file, beside the methods, draws, seed and versions: see ``read_metadata``. ``dynamic``
+    as in ``to_program``, whose result for this model ``program`` is, if it is at hand.
     """
     onnx = _onnx()
     flat = example_inputs(frozen, example)
     if program is None:
-        program = to_program(frozen, example, dynamic_batch)
+        program = to_program(frozen, example, dynamic_batch, dynamic)
     names = _input_names(frozen, flat)
     outputs = len(pytree.tree_leaves(_run(frozen, flat)))
     output_names = ["draws"] if outputs == 1 else [f"draws_{i}" for i in range(outputs)]

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,23 @@ from slimbayes.frozen.network import Frozen
 from slimbayes.provenance import versions
 
 FORMAT = "slimbayes-export"
+Dynamic = Mapping[
+    str, Mapping[int, str]
+]  # axes of inputs that may change, and a name for each: one name, one size
 
 
 class ExportError(RuntimeError):
     """An export that cannot be made, or whose outputs are not those of the frozen model."""
 
 
-def to_program(frozen: Frozen, example: Any, dynamic_batch: bool = True) -> Any:
+def to_program(
+    frozen: Frozen, example: Any, dynamic_batch: bool = True, dynamic: Dynamic | None = None
+) -> Any:
     """The frozen model as a ``torch.export.ExportedProgram``, whose ``.module()`` runs on any batch.
 
     ``example``: a tensor, a tuple of inputs, or a dict of named ones; the batch is the first dimension of the first
-    tensor and of all others of that length. All other sizes are those of the example. What is no tensor is fixed.
+    tensor and of all others of that length. All other sizes are those of the example, but for those that ``dynamic``
+    names, by input and axis: ``{"tokens": {1: "steps"}, "mask": {1: "steps"}}``. What is no tensor is fixed.
 
     >>> import slimbayes as sb
     >>> frozen = sb.freeze(sb.bayesianize(torch.nn.Linear(3, 2), sb.Rank1(components=2)), draws=4)
@@ -44,7 +51,7 @@ def to_program(frozen: Frozen, example: Any, dynamic_batch: bool = True) -> Any:
     with torch.no_grad():
         frozen(*args, **kwargs)  # masks of dropout are made when the first inputs come
         names = argument_names(frozen, len(args), list(kwargs))
-        shapes = _dynamic_shapes(flat, names) if dynamic_batch else None
+        shapes = _dynamic_shapes(flat, names, dynamic_batch, dynamic or {})
         with warnings.catch_warnings():
             # torch's recurrent layers keep a list of their own weights, which tracing takes for new ones.
             warnings.filterwarnings("ignore", "The tensor attributes")
@@ -106,12 +113,25 @@ def example_inputs(frozen: Frozen, example: Any) -> FlatInputs:
     return flat if flat.batch > 1 else flat.resized(2)
 
 
-def _dynamic_shapes(flat: FlatInputs, names: list[str]) -> dict[str, Any]:
-    """The one dimension that may change, for every input in its place."""
-    batch = torch.export.Dim("batch", min=1)
+def _dynamic_shapes(flat: FlatInputs, names: list[str], batch: bool, more: Dynamic) -> dict[str, Any]:
+    """The dimensions that may change, for every input in its place."""
+    rows = torch.export.Dim("batch", min=1)
     marks = [
-        {0: batch} if i in flat.tiled else ({} if isinstance(leaf, Tensor) else None)
+        ({0: rows} if batch and i in flat.tiled else {}) if isinstance(leaf, Tensor) else None
         for i, leaf in enumerate(flat.leaves)
     ]
     args, kwargs = pytree.tree_unflatten(marks, flat.spec)
-    return dict(zip(names, (*args, *kwargs.values()), strict=True))
+    shapes: dict[str, Any] = dict(zip(names, (*args, *kwargs.values()), strict=True))
+    given = pytree.tree_unflatten(flat.leaves, flat.spec)
+    tensors = dict(zip(names, (*given[0], *given[1].values()), strict=True))
+    sizes: dict[str, Any] = {}
+    for name, axes in more.items():
+        if not isinstance(tensors.get(name), Tensor):
+            raise ValueError(
+                f"dynamic names {name!r}, which is no tensor among the inputs {', '.join(names)}"
+            )
+        marked = {
+            axis: sizes.setdefault(label, torch.export.Dim(label, min=1)) for axis, label in axes.items()
+        }
+        shapes[name] = {**shapes[name], **marked}
+    return shapes

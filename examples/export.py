@@ -29,9 +29,7 @@ def main(steps: int = 200) -> dict[str, float]:
     difference = (here.mean - there.mean).abs().max().item()
     accuracy = (there.mean.argmax(-1) == y).float().mean().item()
     clear, between = (p.entropy.mean().item() for p in (there, middle))
-    print(
-        f"{served.metadata['draws']} draws, {difference:.0e} from PyTorch; entropy {clear:.3f}, between classes {between:.3f}"
-    )
+    print(f"{served.metadata['draws']} draws; entropy {clear:.3f} in a class, {between:.3f} between")
     return {"difference": difference, "accuracy": accuracy, "clear": clear, "between": between}
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.uncounted
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = (
-    "classification", "decisions", "fit", "mixed_rules", "own_data", "regression", "reproduce_table", "sequences",
+    "classification", "decisions", "export", "fit", "mixed_rules", "own_data", "regression", "reproduce_table", "sequences",
     "transformer",
 )  # fmt: skip
 
@@ -77,6 +77,15 @@ def test_transformer(capsys):
     sides = [(32, 32)] * 9 + [(32, 64), (64, 32)] * 2 + [(32, 2)]
     extra = sum(8 * (m + n) + 3 * n for m, n in sides)
     assert f"{extra:,} more parameters" in capsys.readouterr().out
+
+
+def test_export(capsys):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    result = example("export").main(steps=60)
+    assert result["difference"] < 1e-5 and result["accuracy"] > 0.9
+    assert result["between"] > 4 * result["clear"] > 0
+    assert "8 draws" in capsys.readouterr().out
 
 
 def test_mixed_rules(capsys):

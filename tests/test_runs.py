@@ -17,7 +17,7 @@ from slimbayes.compare import evaluate_run
 from slimbayes.config import RunConfig, read_config
 from slimbayes.data import DataError
 from slimbayes.predictions import predict_table, write_table
-from slimbayes.runs import Facts, _precision, load_run, make_model, samples_for, train_run
+from slimbayes.runs import Facts, load_run, make_model, precision_of, samples_for, train_run
 from slimbayes.specs import SpecError
 from slimbayes.training import Training
 
@@ -78,7 +78,7 @@ def test_a_learned_precision_survives_the_file(value):
     """What is written is the precision; its logarithm must be the same float32 again."""
     learned = sb.Gaussian(learn="global")
     learned.log_precision.data.fill_(value)
-    again = sb.Gaussian(precision=json.loads(json.dumps(_precision(learned))))
+    again = sb.Gaussian(precision=json.loads(json.dumps(precision_of(learned))))
     draws = torch.randn(3, 4, 1)
     first, second = (likelihood.components(draws)[1].detach() for likelihood in (learned, again))
     assert torch.equal(first, second.expand_as(first)) or torch.equal(second, first.expand_as(second))

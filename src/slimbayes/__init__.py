@@ -37,11 +37,12 @@ from slimbayes.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
 from slimbayes.summary import Summary, summary
 
 if TYPE_CHECKING:
-    from slimbayes import analysis, data, decisions, metrics, models
+    from slimbayes import analysis, data, decisions, export, metrics, models
     from slimbayes.checkpoint import CheckpointError, load, save
     from slimbayes.compiling import compile
     from slimbayes.compressing import compress
     from slimbayes.diagnosis import Diagnosis, diagnose
+    from slimbayes.frozen import Frozen, freeze
     from slimbayes.stacking import stack
     from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
 
@@ -57,6 +58,8 @@ _LATE = {
     "data": (),
     "decisions": (),
     "diagnosis": ("Diagnosis", "diagnose"),
+    "export": (),
+    "frozen": ("Frozen", "freeze"),
     "metrics": (),
     "models": (),
     "stacking": ("stack",),
@@ -77,6 +80,7 @@ __all__ = [
     "Diagnosis",
     "DropConnect",
     "FitResult",
+    "Frozen",
     "Gaussian",
     "HalfCauchy",
     "HeNormal",
@@ -104,9 +108,11 @@ __all__ = [
     "draw",
     "elbo",
     "evaluate",
+    "export",
     "fast_paths",
     "fit",
     "fit_many",
+    "freeze",
     "kl",
     "load",
     "metrics",

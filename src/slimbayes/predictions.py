@@ -13,16 +13,16 @@ from torch import Tensor
 
 from slimbayes.data import DataError
 from slimbayes.files import write_whole
-from slimbayes.predict import predict
 from slimbayes.predictive import Predictive
-from slimbayes.runs import Run
+from slimbayes.runs import Facts, Run
+from slimbayes.served import ServedRun
 
 SUFFIXES = (".csv", ".json", ".npz")
 Table = dict[str, list[object]]
 
 
 def predict_table(
-    run: Run,
+    run: Run | ServedRun,
     inputs: Tensor,
     level: float = 0.9,
     seed: int = 0,
@@ -48,40 +48,33 @@ def predict_table(
         raise DataError(f"row {row} of the inputs holds NaN or infinity: drop or fill it first")
     if not 0 < level < 1:
         raise ValueError(f"level={level!r} must lie between 0 and 1, as in 0.9")
-    found = predict(
-        run.model,
-        run.prepared(inputs),
-        samples=run.samples,
-        seed=seed,
-        likelihood=run.likelihood,
-        chunk=chunk,
-    )
+    found, facts = run.predictive(inputs, seed, chunk), run.facts
     table: Table = {"row": list(names) if names is not None else list(range(len(inputs)))}
-    return table | (_classes(run, found, level) if run.facts.classes else _real(run, found, level))
+    return table | (_classes(facts, found, level) if facts.classes else _real(facts, found, level))
 
 
-def _classes(run: Run, found: Predictive, level: float) -> Table:
+def _classes(facts: Facts, found: Predictive, level: float) -> Table:
     confidence, best = found.mean.max(1)
     lower, upper = (end.gather(1, best[:, None])[:, 0] for end in found.interval(level))
-    columns: Table = {"prediction": [run.facts.classes[int(i)] for i in best]}
+    columns: Table = {"prediction": [facts.classes[int(i)] for i in best]}
     for name, values in (
         ("confidence", confidence), ("lower", lower), ("upper", upper), ("entropy", found.entropy),
         ("expected_entropy", found.expected_entropy), ("mutual_information", found.mutual_information),
     ):  # fmt: skip
         columns[name] = values.tolist()
-    for i, name in enumerate(run.facts.classes):
+    for i, name in enumerate(facts.classes):
         columns[f"p({name})"] = found.mean[:, i].tolist()
     return columns
 
 
-def _real(run: Run, found: Predictive, level: float) -> Table:
-    scaling = run.facts.target_scaling
+def _real(facts: Facts, found: Predictive, level: float) -> Table:
+    scaling = facts.target_scaling
     assert scaling is not None
     scale = torch.tensor(scaling.std) / scaling.unit
     lower, upper = found.interval(level)
     columns: Table = {}
-    for i, name in enumerate(run.facts.outputs):
-        tail = "" if len(run.facts.outputs) == 1 else f"({name})"
+    for i, name in enumerate(facts.outputs):
+        tail = "" if len(facts.outputs) == 1 else f"({name})"
         for column, values in (("mean", found.mean), ("lower", lower), ("upper", upper)):
             columns[column + tail] = scaling.undo(values.cpu())[:, i].tolist()
         for column, values in (

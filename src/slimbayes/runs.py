@@ -19,6 +19,8 @@ from slimbayes.data import Dataset, Scaling, StreamedDataset, stream
 from slimbayes.data import load as load_data
 from slimbayes.files import write_whole
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood
+from slimbayes.predict import predict
+from slimbayes.predictive import Predictive
 from slimbayes.provenance import provenance
 from slimbayes.record import find_record
 from slimbayes.specs import network_builder, parse_method
@@ -121,6 +123,13 @@ class Run:
         """Scaled inputs in the model's type of numbers; tokens stay whole numbers."""
         return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
 
+    def predictive(self, raw: Tensor, seed: int = 0, chunk: int | None = None) -> Predictive:
+        """What the model says of raw inputs."""
+        given = self.prepared(raw)
+        return predict(
+            self.model, given, samples=self.samples, seed=seed, likelihood=self.likelihood, chunk=chunk
+        )
+
     @property
     def samples(self) -> int:
         """Samples per component that give the configuration's number of draws."""
@@ -192,7 +201,7 @@ def train_run(
         counted = summary(model)
         content = {
             "format": FORMAT, "version": 1, "config": config.to_dict(), "facts": facts.to_dict(),
-            "precision": _precision(likelihood), "parameters": counted.parameters,
+            "precision": precision_of(likelihood), "parameters": counted.parameters,
             "base_parameters": counted.base_parameters, "steps": result.step, "seconds": result.seconds,
             "stopped_early": result.stopped_early, "best": result.best, "provenance": provenance(),
         }  # fmt: skip
@@ -200,9 +209,12 @@ def train_run(
     return run, result
 
 
-def _precision(likelihood: Likelihood) -> float | None:
+def precision_of(likelihood: Likelihood) -> float | None:
+    """What a file keeps of a likelihood: the precision of a Gaussian."""
     if not isinstance(likelihood, Gaussian):
         return None
+    if likelihood.learn != "global":
+        return likelihood.precision
     # In float64: the logarithm of what is written is the same float32 again.
     return math.exp(float(likelihood.log_precision.detach()))
 

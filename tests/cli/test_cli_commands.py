@@ -17,7 +17,7 @@ from slimbayes.report import read_results
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
-COMMANDS = ("compare", "train", "evaluate", "predict", "report", "info", "reproduce", "bench")
+COMMANDS = ("compare", "train", "evaluate", "predict", "export", "report", "info", "reproduce", "bench")
 TINY = (
     "--data", "wine", "--network", "dense(hidden=[8])", "--seeds", "2", "--epochs", "3", "--batch-size", "31",
     "--max-test", "20", "--shifts", "noise", "--draws", "4", "--jobs", "1", "--quiet",

@@ -21,6 +21,7 @@ EXTRAS = {
     "transformers": ("transformers",),
     "hub": ("huggingface_hub",),
     "export": ("onnx", "onnxruntime", "onnxscript"),
+    "int8": ("torchao",),
 }
 
 

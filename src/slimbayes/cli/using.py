@@ -1,4 +1,4 @@
-"""``slimbayes evaluate``, ``predict``, ``report`` and ``info``."""
+"""``slimbayes evaluate``, ``predict``, ``export``, ``report`` and ``info``."""
 
 from __future__ import annotations
 
@@ -94,8 +94,39 @@ def _by_severity(results: dict[str, Any]) -> None:
 
 
 @friendly
-def predict(
+def export(
     run: Folder,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "--output", metavar="FILE", help="Where to write: a name that ends in .onnx."),
+    ] = Path("model.onnx"),
+    draws: o.Draws = None,
+    seed: Annotated[int, typer.Option("--seed", help="Which draws: the same seed, the same file.")] = 0,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--network", help="Needed if the run has a network of your own: package.module:function."
+        ),
+    ] = None,
+    threads: o.Threads = None,
+) -> None:
+    """Write a trained model as one ONNX file: fixed draws, any batch, compared with PyTorch before it appears."""
+    from slimbayes.runs import load_run
+    from slimbayes.served import ENDING, export_run
+
+    if out.suffix != ENDING:
+        raise ConfigError(f"--out {str(out)!r}: give a name that ends in {ENDING}")
+    o.set_threads(threads)
+    loaded = load_run(run, network, "cpu")
+    count = export_run(loaded, out, draws, seed)
+    o.note(f"{count} draws, {out.stat().st_size / 2**20:.2f} MiB, outputs compared with PyTorch's: {out}")
+
+
+@friendly
+def predict(
+    run: Annotated[
+        Path, typer.Argument(help="The folder of a trained model, or an exported .onnx file.", metavar="RUN")
+    ],
     inputs: Annotated[
         Path,
         typer.Argument(
@@ -108,8 +139,9 @@ def predict(
     level: Annotated[float, typer.Option("--level", help="Of the intervals.")] = 0.9,
     draws: o.Draws = None,
     seed: Annotated[
-        int, typer.Option("--seed", help="Of the draws: the same seed, the same predictions.")
-    ] = 0,
+        int | None,
+        typer.Option("--seed", help="Of the draws: the same seed, the same predictions.", show_default="0"),
+    ] = None,
     network: Annotated[
         str | None,
         typer.Option(
@@ -122,18 +154,33 @@ def predict(
     """Predict new data: probabilities or means, entropy, mutual information, intervals."""
     from slimbayes.data import read_inputs
     from slimbayes.predictions import SUFFIXES, predict_table, write_table
-    from slimbayes.runs import load_run
+    from slimbayes.runs import Run, load_run
+    from slimbayes.served import ENDING, ServedRun, load_served
 
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"--out {str(out)!r}: give a name that ends in one of {', '.join(SUFFIXES)}")
     o.set_threads(threads)
-    loaded = load_run(run, network, device)
-    if draws is not None:
-        loaded.config = dataclasses.replace(loaded.config, draws=draws)
+    loaded: Run | ServedRun
+    if run.suffix == ENDING and not run.is_dir():
+        _fixed({"--draws": draws, "--seed": seed, "--network": network, "--device": device}, run)
+        loaded = load_served(run, threads)
+    else:
+        loaded = load_run(run, network, device)
+        if draws is not None:
+            loaded.config = dataclasses.replace(loaded.config, draws=draws)
     raw, names = read_inputs(inputs, loaded.facts.to_dict())
-    table = predict_table(loaded, raw, level, seed, names=list(names))
+    table = predict_table(loaded, raw, level, seed or 0, names=list(names))
     write_table(table, out)
     o.note(f"{len(raw)} predictions: {out}")
+
+
+def _fixed(given: dict[str, Any], path: Path) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value}: {str(path)!r} holds fixed draws and a network of its own, and runs on the CPU; "
+                f"leave {option} out, or predict from the run's folder"
+            )
 
 
 @friendly
@@ -225,6 +272,14 @@ COMMANDS = (
             "slimbayes predict runs/patients new.csv --out risk.csv",
             "slimbayes predict runs/digits images/ --out predictions.json",
             "slimbayes predict runs/cifar images.npz --level 0.95",
+            "slimbayes predict patients.onnx new.csv --out risk.csv",
+        ),
+    ),
+    (
+        export,
+        o.examples(
+            "slimbayes export runs/patients --out patients.onnx",
+            "slimbayes export runs/digits --out digits.onnx --draws 16",
         ),
     ),
     (

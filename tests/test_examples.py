@@ -17,8 +17,8 @@ pytestmark = pytest.mark.uncounted
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = (
-    "classification", "decisions", "export", "fit", "mixed_rules", "own_data", "regression", "reproduce_table", "sequences",
-    "transformer",
+    "classification", "decisions", "export", "fit", "mixed_rules", "own_data", "regression", "reproduce_table",
+    "sequences", "transformer",
 )  # fmt: skip
 
 

@@ -97,12 +97,12 @@ class Ensembled(nn.Module):
 
 
 @functools.cache
-def _ensembled_type(original: type[nn.Module]) -> type[Ensembled]:
+def _ensembled_type(original: Any) -> type[Ensembled]:
     """The type of ensembled modules of this type, one for all of them."""
     return type(f"Ensembled{original.__name__}", (Ensembled, original), {})
 
 
-def _empty_ensemble(original: type[nn.Module]) -> Ensembled:
+def _empty_ensemble(original: Any) -> Ensembled:
     """What pickle and copy fill: no module holds the type itself, so that they could not find it."""
     kind = _ensembled_type(original)
     return kind.__new__(kind)
@@ -130,7 +130,7 @@ def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Mod
             for key, value in store.items():
                 if value is not None:
                     store[key] = replaced[id(value)]  # type: ignore[assignment]
-    original = type(module)
+    original: Any = type(module)
     module.__class__ = _ensembled_type(original)
     module.members = members  # type: ignore[assignment]
     module.ensemble_name = name  # type: ignore[assignment]

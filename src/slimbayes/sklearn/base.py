@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,29 +19,37 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor, nn
 
 from slimbayes.convert import bayesianize
+from slimbayes.draws import draw, evaluating
 from slimbayes.likelihoods import Likelihood
 from slimbayes.methods import Method
-from slimbayes.predict import predict
+from slimbayes.predict import predict, scored
 from slimbayes.predictive import Predictive
 from slimbayes.record import find_record
 from slimbayes.sklearn.loop import BATCH, Outcome, Plan, Rows, make_optimizer, train, train_noise
 from slimbayes.sklearn.parameters import check_parameters
+from slimbayes.sklearn.saving import read, write
 from slimbayes.sklearn.scaling import Standardization
 from slimbayes.specs import parse_method
 
 NESTED = "method__"
+# Random signs set the components apart, and this prior holds both signs to be as likely.
+METHOD = "Rank1(components=4, random_sign_init=0.5, prior=Normal(0.0, 1.0))"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
-    """An sb model behind scikit-learn's interface. Constructor arguments are stored as they are, checked by fit."""
+    """An sb model behind scikit-learn's interface.
 
-    method: Any = "Rank1(components=4)"
-    epochs: int = 200
+    Constructor arguments are stored as they are given and checked by fit, as scikit-learn wants it; the classes are
+    dataclasses to have them in one place.
+    """
+
+    method: Any = METHOD
+    epochs: int = 100
     batch_size: Any = "auto"
-    lr: float = 1e-2
-    weight_decay: float = 1e-2
-    kl_weight: float = 1.0
+    lr: float = 5e-3
+    weight_decay: float = 1.0
+    kl_weight: float = 0.1
     kl_annealing: float = 0.5
     num_data: float | None = None
     train_samples: int = 1
@@ -54,7 +63,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
     verbose: bool = False
     standardize: bool = True
 
-    _nd = False  # whether rows may have more than one axis
+    _given = False  # whether the network is the user's own: its rows may have any number of axes
     _stratified = False  # whether held-out rows are to have the classes of the others
 
     @abstractmethod
@@ -109,7 +118,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _check_input(self, X: Any, **options: Any) -> Any:
         dtypes = (np.float64, np.float32)
-        return validate_data(self, X, dtype=dtypes, allow_nd=self._nd, **options)
+        return validate_data(self, X, dtype=dtypes, allow_nd=self._given, **options)
 
     def _begin(self, X: Any, y: Any, sample_weight: Any, first: bool) -> tuple[Any, Any, Any]:
         """Checked rows, targets and weights, without the rows that count nothing."""
@@ -131,12 +140,31 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         device = _device(self.device)
         dtype = torch.float64 if X.dtype == np.float64 and device.type != "mps" else torch.float32
         self.scaling_ = Standardization.of(X, weights, self.standardize)
+        self._row_shape = X.shape[1:]
+        self._build(lambda network: bayesianize(network, resolve(self.method)), dtype)
+        rows = self._rows(X, y, weights)
+        if self._given:
+            self._check_outputs(rows.inputs[:2])
+        return rows
+
+    def _check_outputs(self, inputs: Tensor) -> None:
+        """Raise unless a network of the user's own has as many outputs as the targets need."""
+        with torch.no_grad(), evaluating(self.model_):
+            shape = list(scored(draw(self.model_, inputs, noise="mean")).shape[1:])
+        wanted = [len(inputs), self._likelihood()[1]]
+        if shape != wanted:
+            kind = type(self.model_).__name__
+            raise ValueError(
+                f"the network ({kind}) gives outputs {shape} for {len(inputs)} rows, and these targets need {wanted}: "
+                f"one for each class, or for each real target (two with heteroscedastic=True)"
+            )
+
+    def _build(self, convert: Callable[[nn.Module], nn.Module], dtype: torch.dtype) -> None:
+        device = _device(self.device)
         likelihood, outputs = self._likelihood()
-        network = self._network(X.shape[1:], outputs, dtype)
-        model = bayesianize(network, resolve(self.method))
+        model = convert(self._network(self._row_shape, outputs, dtype))
         self.model_ = model.to(device)
         self.likelihood_ = likelihood.to(device=device, dtype=_dtype(model))
-        return self._rows(X, y, weights)
 
     def _rows(self, X: Any, y: Any, weights: Any) -> Rows:
         dtype, device = _dtype(self.model_), _model_device(self.model_)
@@ -173,9 +201,9 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _finish(self, outcome: Outcome, rows: Rows, first: bool) -> None:
         before = (0, 0.0, []) if first else (self.n_iter_, self.weight_seen_, self.loss_curve_)
-        self.n_iter_ = before[0] + outcome.epochs
-        self.weight_seen_ = before[1] + rows.total
-        self.loss_curve_ = [*before[2], *outcome.losses]
+        self.n_iter_: int = before[0] + outcome.epochs
+        self.weight_seen_: float = before[1] + rows.total
+        self.loss_curve_: list[float] = [*before[2], *outcome.losses]
         self.validation_curve_ = outcome.held_out or None
 
     def _hold_out(self, X: Any, y: Any, weights: Any, generator: Any) -> tuple[Any, Any]:
@@ -222,6 +250,29 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
             likelihood=self.likelihood_,
         ).cpu()
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the fitted estimator to one safetensors file, which ``load`` reads without executing code.
+
+        The state of the optimizer is not kept: ``partial_fit`` goes on with a new one. A ``network`` of one's own is
+        code, and given to ``load`` again.
+        """
+        check_is_fitted(self, "model_")
+        write(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], network: Any = None, device: Any = None) -> Any:
+        """The estimator that ``save`` wrote; ``device`` in the place of the one that it was fitted on."""
+        return read(path, {cls.__name__: cls}, network, device)
+
+    def _restore(
+        self, convert: Callable[[nn.Module], nn.Module], dtype: torch.dtype, learned: dict[str, Tensor]
+    ) -> None:
+        """The model as it was saved."""
+        self._build(convert, dtype)
+        self.model_.eval()
+        self.likelihood_.load_state_dict(learned)
+        self.likelihood_.requires_grad_(False)
+
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The parameters; with ``deep`` also the method's own, as ``method__components``."""
         params: dict[str, Any] = super().get_params(deep=deep)
@@ -259,7 +310,11 @@ def resolve(method: Any) -> Method | list[Any]:
         return method
     if isinstance(method, str):
         return parse_method(method)
-    if isinstance(method, Sequence) and method and all(isinstance(r, Sequence) and len(r) == 2 for r in method):
+    if (
+        isinstance(method, Sequence)
+        and method
+        and all(isinstance(r, Sequence) and len(r) == 2 for r in method)
+    ):
         return [(selector, resolve(inner)) for selector, inner in method]
     raise TypeError(
         f"method={method!r}: give a method such as sb.Rank1(components=4), its text 'Rank1(components=4)', or rules "
@@ -282,4 +337,3 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 def _model_device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-

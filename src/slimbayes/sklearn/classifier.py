@@ -39,7 +39,9 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
                 )
             self._given_classes = given
         elif not hasattr(self, "model_"):
-            raise ValueError("classes must be passed on the first call to partial_fit: y may not hold all of them")
+            raise ValueError(
+                "classes must be passed on the first call to partial_fit: y may not hold all of them"
+            )
         return self._partial_fit(X, y, sample_weight)
 
     def predict(self, X: Any) -> Any:
@@ -102,9 +104,33 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 @final
 @dataclass(eq=False, repr=False, kw_only=True)
 class BayesianMLPClassifier(Classifier):
-    """A Bayesian multi-layer perceptron for classes."""
+    """A Bayesian multi-layer perceptron for classes.
 
-    hidden_layer_sizes: Any = (64, 64)
+    - ``hidden_layer_sizes``, ``activation`` ("relu", "tanh", "gelu", "silu", "elu", "logistic", "identity").
+    - ``method``: how the network is made Bayesian: an ``sb`` method, its text, or rules ``[(selector, method), ...]``.
+      A grid may search over it, or over its options as ``method__components``.
+    - ``epochs``, ``batch_size`` ("auto": 64), ``lr`` (AdamW, decayed to 0 along half a cosine), ``weight_decay`` (on
+      weights that have no distribution).
+    - ``kl_weight``, ``kl_annealing``, ``num_data``: the weight of the KL, the share of the steps over which it grows to
+      that, and what it is divided by (None: the sum of the weights). A ``kl_weight`` of 1 is the ELBO.
+    - ``train_samples``, ``samples``: draws of each component in a training step, and in a prediction.
+    - ``noise``: "shared" (one function per training draw), "example" (noise for every row) or "auto": "example" for
+      dropout and the estimators "flipout" and "local", else "shared".
+    - ``early_stopping``: hold out ``validation_fraction`` of the rows, stop when their negative log-likelihood has not
+      improved for ``n_iter_no_change`` epochs, and keep the best weights.
+    - ``standardize``: inputs in units of their deviations from the (weighted) mean.
+    - ``random_state``, ``device`` ("cpu", "cuda", "auto"), ``verbose``.
+
+    Float64 inputs train a float64 network, float32 inputs a float32 one. After fit: ``model_`` (an ``sb`` model of
+    standardised inputs), ``likelihood_``, ``scaling_``, ``classes_``, ``loss_curve_``, ``n_iter_``.
+
+    >>> X, y = np.array([[0.0], [1.0], [2.0], [3.0]] * 8), np.array(["low", "low", "high", "high"] * 8)
+    >>> model = BayesianMLPClassifier(epochs=40, random_state=0).fit(X, y)
+    >>> model.predict([[0.5], [2.5]]).tolist()
+    ['low', 'high']
+    """
+
+    hidden_layer_sizes: Any = (64,)
     activation: str = "relu"
 
     def _network(self, shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> nn.Module:
@@ -114,12 +140,23 @@ class BayesianMLPClassifier(Classifier):
 @final
 @dataclass(eq=False, repr=False, kw_only=True)
 class BayesianNetClassifier(Classifier):
-    """Any torch network, made Bayesian, for classes."""
+    """Any torch network, made Bayesian, for classes.
+
+    ``network`` is a module with one output per class, which is copied, its weights included, before each fit; or a
+    function of (n_features, n_outputs) that makes one. Rows may have any number of axes: the function then gets their
+    shape in the place of n_features. The network keeps its number type, and inputs are not standardised unless asked
+    for. The other parameters are those of ``BayesianMLPClassifier``.
+
+    >>> X, y = np.array([[0.0], [1.0], [2.0], [3.0]] * 8), np.array([0, 0, 1, 1] * 8)
+    >>> model = BayesianNetClassifier(network=nn.Linear, epochs=2, method="MeanField").fit(X, y)
+    >>> model.model_.weight.shape
+    torch.Size([2, 1])
+    """
 
     network: Any = None
     standardize: bool = False
 
-    _nd = True
+    _given = True
 
     def _network(self, shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> nn.Module:
         return given_network(self.network, shape, outputs)

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +96,7 @@ class Outcome:
 def make_optimizer(model: nn.Module, likelihood: Likelihood, plan: Plan) -> torch.optim.Optimizer:
     """AdamW over ``sb.parameter_groups``, and without decay over what the likelihood learns."""
     groups = parameter_groups(model, plan.lr, plan.weight_decay)
-    own = [parameter for parameter in likelihood.parameters() if parameter.requires_grad]
+    own = list(likelihood.parameters())
     if own:
         groups.append({"params": own, "lr": plan.lr, "weight_decay": 0.0})
     return torch.optim.AdamW(groups, lr=plan.lr, fused=_fuses(model))
@@ -135,6 +136,7 @@ def train(
     log-likelihood has not improved for ``plan.patience`` epochs, and puts the best weights back.
     """
     outcome = Outcome()
+    likelihood.requires_grad_()
     steps = plan.epochs * math.ceil(len(rows) / plan.batch_size)
     annealing = LinearAnnealing(max(1, round(plan.kl_annealing * steps)))
     rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -151,11 +153,11 @@ def train(
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * share
             draws = scored(draw(model, batch.inputs, samples=plan.samples, noise=plan.noise))
-            counted = likelihood if batch.weights is None else Weighted(likelihood, batch.weights)
+            counted: Any = likelihood if batch.weights is None else Weighted(likelihood, batch.weights)
             weight = plan.kl_weight * annealing(step) * per_row
-            result = elbo(draws, batch.targets, model, len(rows), counted, kl_weight=weight)  # type: ignore[arg-type]
+            result = elbo(draws, batch.targets, model, len(rows), counted, kl_weight=weight)
             optimizer.zero_grad()
-            result.loss.backward()  # type: ignore[no-untyped-call]
+            result.loss.backward()
             optimizer.step()
             total = total + result.loss.detach() * len(batch)
             step += 1
@@ -177,6 +179,7 @@ def train(
         model.load_state_dict(kept["model"])
         likelihood.load_state_dict(kept["likelihood"])
     model.eval()
+    likelihood.requires_grad_(False)  # what it says of predictions needs no graph
     return outcome
 
 

@@ -22,9 +22,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def dense_network(
-    features: int, hidden: Any, outputs: int, activation: str, dtype: torch.dtype
-) -> nn.Module:
+def dense_network(features: int, hidden: Any, outputs: int, activation: str, dtype: torch.dtype) -> nn.Module:
     """Dense layers of these sizes with an activation between them.
 
     >>> dense_network(3, (8,), 2, "tanh", torch.float64).output

@@ -44,12 +44,14 @@ class Regressor(RegressorMixin, Estimator):  # type: ignore[misc]
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[Any, Any]:
         """The lower and the upper end of the central interval that holds a new target with probability ``level``."""
         lower, upper = self._predictive(X).interval(level)
-        return self._shaped(self.target_scaling_.restore(lower)), self._shaped(self.target_scaling_.restore(upper))
+        return self._shaped(self.target_scaling_.restore(lower)), self._shaped(
+            self.target_scaling_.restore(upper)
+        )
 
     def predict_uncertainty(self, X: Any) -> Bunch:
         """``std`` of a new target, and its parts: std² = ``aleatoric``² + ``epistemic``², in units of the targets.
 
-        The aleatoric part is noise; the epistemic part is the disagreement of the draws, large where there were no data.
+        The aleatoric part is noise; the epistemic part is the draws' disagreement, large where there were no data.
         """
         found = self._predictive(X)
         parts = {"std": found.variance, "aleatoric": found.aleatoric, "epistemic": found.epistemic}
@@ -101,9 +103,36 @@ class Regressor(RegressorMixin, Estimator):  # type: ignore[misc]
 @final
 @dataclass(eq=False, repr=False, kw_only=True)
 class BayesianMLPRegressor(Regressor):
-    """A Bayesian multi-layer perceptron for real targets."""
+    """A Bayesian multi-layer perceptron for real targets, one or several.
 
-    hidden_layer_sizes: Any = (64, 64)
+    - ``hidden_layer_sizes``, ``activation`` ("relu", "tanh", "gelu", "silu", "elu", "logistic", "identity").
+    - ``heteroscedastic``: noise that depends on x, in the place of one level for each target.
+    - ``standardize_targets``: targets in units of their deviations; predictions come in the targets' own units.
+    - ``method``: how the network is made Bayesian: an ``sb`` method, its text, or rules ``[(selector, method), ...]``.
+      A grid may search over it, or over its options as ``method__components``.
+    - ``epochs``, ``batch_size`` ("auto": 64), ``lr`` (AdamW, decayed to 0 along half a cosine), ``weight_decay`` (on
+      weights that have no distribution).
+    - ``kl_weight``, ``kl_annealing``, ``num_data``: the weight of the KL, the share of the steps over which it grows to
+      that, and what it is divided by (None: the sum of the weights). A ``kl_weight`` of 1 is the ELBO.
+    - ``train_samples``, ``samples``: draws of each component in a training step, and in a prediction.
+    - ``noise``: "shared" (one function per training draw), "example" (noise for every row) or "auto": "example" for
+      dropout and the estimators "flipout" and "local", else "shared".
+    - ``early_stopping``: hold out ``validation_fraction`` of the rows, stop when their negative log-likelihood has not
+      improved for ``n_iter_no_change`` epochs, and keep the best weights.
+    - ``standardize``: inputs in units of their deviations from the (weighted) mean.
+    - ``random_state``, ``device`` ("cpu", "cuda", "auto"), ``verbose``.
+
+    Float64 inputs train a float64 network, float32 inputs a float32 one. After fit: ``model_`` (an ``sb`` model of
+    standardised inputs), ``likelihood_``, ``scaling_``, ``target_scaling_``, ``loss_curve_``, ``n_iter_``.
+
+    >>> X = np.linspace(-1, 1, 64)[:, None]
+    >>> model = BayesianMLPRegressor(epochs=60, random_state=0).fit(X, X[:, 0])
+    >>> mean, std = model.predict([[0.5]], return_std=True)
+    >>> bool(abs(mean[0] - 0.5) < 2 * std[0])
+    True
+    """
+
+    hidden_layer_sizes: Any = (64,)
     activation: str = "relu"
 
     def _network(self, shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> nn.Module:
@@ -113,12 +142,23 @@ class BayesianMLPRegressor(Regressor):
 @final
 @dataclass(eq=False, repr=False, kw_only=True)
 class BayesianNetRegressor(Regressor):
-    """Any torch network, made Bayesian, for real targets."""
+    """Any torch network, made Bayesian, for real targets.
+
+    ``network`` is a module with one output per target (two if ``heteroscedastic``), which is copied, its weights
+    included, before each fit; or a function of (n_features, n_outputs) that makes one. Rows may have any number of
+    axes: the function then gets their shape in the place of n_features. The network keeps its number type, and inputs
+    are not standardised unless asked for; targets are. The other parameters are those of ``BayesianMLPRegressor``.
+
+    >>> X = np.linspace(-1, 1, 64)[:, None]
+    >>> model = BayesianNetRegressor(network=nn.Linear(1, 1), epochs=2, method="MeanField").fit(X, X[:, 0])
+    >>> model.predict(X).shape
+    (64,)
+    """
 
     network: Any = None
     standardize: bool = False
 
-    _nd = True
+    _given = True
 
     def _network(self, shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> nn.Module:
         return given_network(self.network, shape, outputs)

@@ -17,7 +17,7 @@ def main(epochs: int = 100) -> dict[str, float]:
     X_train, X_test, y_train, y_test = train_test_split(X, y, random_state=0)
     net = slimbayes.sklearn.BayesianMLPRegressor(epochs=epochs, random_state=0)
     pipeline = make_pipeline(SimpleImputer(), net)
-    methods = ["Rank1(components=4, random_sign_init=0.5, prior=Normal(0.0, 1.0))", "DeepEnsemble(members=4)"]
+    methods = ["Rank1(components=4, random_sign_init=0.5)", "DeepEnsemble(members=4)"]
     search = GridSearchCV(pipeline, {"bayesianmlpregressor__method": methods}, cv=2).fit(X_train, y_train)
     features, best = search.best_estimator_[:-1].transform(X_test), search.best_estimator_[-1]
     lower, upper = best.predict_interval(features, level=0.9)

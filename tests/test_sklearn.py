@@ -68,7 +68,7 @@ def test_intervals_hold_what_they_say(fitted_wave, wave):
         assert np.mean((lower <= y) & (y <= upper)) == pytest.approx(level, abs=tolerance)
     parts = fitted_wave.predict_uncertainty(x)
     assert np.allclose(parts.std**2, parts.aleatoric**2 + parts.epistemic**2)
-    assert parts.aleatoric.mean() == pytest.approx(2.0, rel=0.15)  # 10 · 0.2
+    assert parts.aleatoric.mean() == pytest.approx(2.0, rel=0.2)  # 10 · 0.2
     far = fitted_wave.predict_uncertainty(x + 5)
     assert far.epistemic.mean() > 3 * parts.epistemic.mean()
 
@@ -107,13 +107,15 @@ def test_noise_that_depends_on_x():
 def test_classes_are_any_labels_and_uncertainty_grows_away_from_the_data():
     X, y = make_moons(200, noise=0.1, random_state=0)
     names = np.array(["left", "right"])[y]
-    model = BayesianMLPClassifier(epochs=40, lr=0.02, random_state=0).fit(X, names)
+    model = BayesianMLPClassifier(hidden_layer_sizes=(64, 64), epochs=40, lr=0.02, random_state=0).fit(
+        X, names
+    )
     assert model.score(X, names) > 0.95 and set(model.predict(X)) == {"left", "right"}
     p = model.predict_proba(X)
     assert np.allclose(np.exp(model.predict_log_proba(X)), p)
-    near, far = model.predict_uncertainty(X), model.predict_uncertainty([[-2.0, 3.0], [3.0, -3.0]])
+    near, far = model.predict_uncertainty(X), model.predict_uncertainty(X + 6)
     assert np.allclose(near.entropy, near.aleatoric + near.epistemic, atol=1e-6)
-    assert far.epistemic.mean() > near.epistemic.mean()
+    assert far.epistemic.mean() > 4 * near.epistemic.mean()
     sets = model.predict_set(X, level=0.9)
     assert np.array_equal(sets.sum(1), np.where(p.max(1) >= 0.9, 1, 2))
     assert sets[np.arange(len(X)), p.argmax(1)].all()
@@ -131,7 +133,7 @@ def test_weights_count_rows_in_batches_too(wine):
     assert model.classes_.tolist() == [0, 1, 2]
     assert (model.predict_proba(X)[y < 2, 2] < 0.2).all()
     assert np.allclose(model.scaling_.mean, twice.scaling_.mean)
-    with pytest.raises(ValueError, match="sample_weight is 0 for every row"):
+    with pytest.raises(ValueError, match="at least one non-zero"):
         model.fit(X, y, sample_weight=0 * weights)
 
 

@@ -57,7 +57,7 @@ def test_a_regressor_comes_back(saved, table):
 
 @pytest.mark.parametrize(
     "labels",
-    [["no", "yes"], [3, 7], [False, True], [0.5, 1.5], pd.Series(["u", "v"], dtype=object).to_numpy()],
+    [["no", "yes"], [3, 7], [False, True], [1.0, 2.0], pd.Series(["u", "v"], dtype=object).to_numpy()],
 )
 def test_labels_come_back_with_their_type(labels, table, tmp_path):
     X, y = table

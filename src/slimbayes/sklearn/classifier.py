@@ -34,8 +34,9 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         if classes is not None:
             given = np.unique(column_or_1d(np.asarray(classes)))
             if hasattr(self, "model_") and not np.array_equal(given, self.classes_):
+                first = self.classes_.tolist()
                 raise ValueError(
-                    f"classes={list(given)} are not those of the first call, {list(self.classes_)}; a new set needs fit"
+                    f"classes={given.tolist()} are not those of the first call, {first}: use fit for others"
                 )
             self._given_classes = given
         elif not hasattr(self, "model_"):
@@ -93,8 +94,8 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             self.classes_ = np.unique(y) if given is None else given
         index = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         if not np.array_equal(self.classes_[index], y):
-            unknown = sorted(set(np.unique(y)) - set(self.classes_))
-            raise ValueError(f"y has the classes {unknown}, and the classes are {list(self.classes_)}")
+            unknown = sorted(set(y.tolist()) - set(self.classes_.tolist()))
+            raise ValueError(f"y has the classes {unknown}, and the classes are {self.classes_.tolist()}")
         return index.astype(np.int64)
 
     def _likelihood(self) -> tuple[Likelihood, int]:

@@ -19,6 +19,9 @@ from slimbayes.predict import predict, scored
 from slimbayes.record import find_record
 
 BATCH = 64  # of batch_size="auto"
+# Adam moves log τ by about lr a step: at the network's own rate it would not reach a small noise within a short run,
+# and intervals would stay too wide.
+_NOISE_RATE = 10.0
 
 
 class Weighted(nn.Module):
@@ -98,7 +101,7 @@ def make_optimizer(model: nn.Module, likelihood: Likelihood, plan: Plan) -> torc
     groups = parameter_groups(model, plan.lr, plan.weight_decay)
     own = list(likelihood.parameters())
     if own:
-        groups.append({"params": own, "lr": plan.lr, "weight_decay": 0.0})
+        groups.append({"params": own, "lr": _NOISE_RATE * plan.lr, "weight_decay": 0.0})
     return torch.optim.AdamW(groups, lr=plan.lr, fused=_fuses(model))
 
 

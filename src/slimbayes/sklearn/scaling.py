@@ -33,7 +33,9 @@ class Standardization:
         return cls(mean, np.where(constant, 1.0, scale))
 
     def apply(self, values: Any) -> Any:
-        """In units of deviations, float64."""
+        """In units of deviations, float64; values that need no change as they are."""
+        if not self.mean.any() and (self.scale == 1).all():
+            return np.asarray(values)
         return (np.asarray(values, dtype=np.float64) - self.mean) / self.scale
 
     def restore(self, values: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +26,9 @@ from slimbayes.predict import predict, scored
 from slimbayes.predictive import Predictive
 from slimbayes.record import find_record
 from slimbayes.sklearn.loop import BATCH, Outcome, Plan, Rows, make_optimizer, train, train_noise
-from slimbayes.sklearn.parameters import check_parameters
+from slimbayes.sklearn.parameters import check_parameters, chosen_device, dtype_of, place_of, resolve
 from slimbayes.sklearn.saving import read, write
 from slimbayes.sklearn.scaling import Standardization
-from slimbayes.specs import parse_method
 
 NESTED = "method__"
 # Random signs set the components apart, and this prior holds both signs to be as likely. The mean over components
@@ -137,7 +136,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _start(self, X: Any, y: Any, weights: Any) -> Rows:
         """A new model for these rows."""
-        device = _device(self.device)
+        device = chosen_device(self.device)
         dtype = torch.float64 if X.dtype == np.float64 and device.type != "mps" else torch.float32
         self.scaling_ = Standardization.of(X, weights, self.standardize)
         self._row_shape = X.shape[1:]
@@ -160,14 +159,14 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
             )
 
     def _build(self, convert: Callable[[nn.Module], nn.Module], dtype: torch.dtype) -> None:
-        device = _device(self.device)
+        device = chosen_device(self.device)
         likelihood, outputs = self._likelihood()
         model = convert(self._network(self._row_shape, outputs, dtype))
         self.model_ = model.to(device)
-        self.likelihood_ = likelihood.to(device=device, dtype=_dtype(model))
+        self.likelihood_ = likelihood.to(device=device, dtype=dtype_of(model))
 
     def _rows(self, X: Any, y: Any, weights: Any) -> Rows:
-        dtype, device = _dtype(self.model_), _model_device(self.model_)
+        dtype, device = dtype_of(self.model_), place_of(self.model_)
         targets = torch.as_tensor(y).to(device)
         if targets.is_floating_point():
             targets = targets.to(dtype)
@@ -180,7 +179,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _tensor(self, X: Any) -> Tensor:
         values = torch.from_numpy(np.ascontiguousarray(self.scaling_.apply(X)))
-        return values.to(_dtype(self.model_)).to(_model_device(self.model_))
+        return values.to(dtype_of(self.model_)).to(place_of(self.model_))
 
     def _plan(self, total: float, rows: int, continued: bool = False) -> Plan:
         size = BATCH if self.batch_size == "auto" else int(self.batch_size)
@@ -231,7 +230,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         seed = int(generator.randint(np.iinfo(np.int32).max))
         if not advance:
             self._seed = int(generator.randint(np.iinfo(np.int32).max))  # of predictions
-        device = _device(self.device)
+        device = chosen_device(self.device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed + self.n_iter_ if advance else seed)
             yield generator
@@ -298,42 +297,3 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
                 raise ValueError(f"Invalid parameter {NESTED + unknown[0]!r}: {method!r} has {known}")
             self.method = dataclasses.replace(method, **nested)  # type: ignore[type-var]
         return self
-
-
-def resolve(method: Any) -> Method | list[Any]:
-    """A method from its text, and rules ``[(selector, method)]`` with theirs.
-
-    >>> resolve("Rank1(components=2)").components
-    2
-    """
-    if isinstance(method, Method):
-        return method
-    if isinstance(method, str):
-        return parse_method(method)
-    if (
-        isinstance(method, Sequence)
-        and method
-        and all(isinstance(r, Sequence) and len(r) == 2 for r in method)
-    ):
-        return [(selector, resolve(inner)) for selector, inner in method]
-    raise TypeError(
-        f"method={method!r}: give a method such as sb.Rank1(components=4), its text 'Rank1(components=4)', or rules "
-        f"[(selector, method), ...]"
-    )
-
-
-def _device(device: Any) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(device)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"device={device!r} is no device: give 'cpu', 'cuda', 'cuda:1' or 'auto'") from error
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _model_device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

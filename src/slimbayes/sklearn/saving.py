@@ -76,7 +76,8 @@ def read(path: str | os.PathLike[str], kinds: Mapping[str, type], network: Any, 
             )
         parameters["network"] = network
     estimator = kinds[name](**parameters)
-    for key, value in header["facts"].items():
+    for key in set(_FACTS) & set(header["facts"]):
+        value = header["facts"][key]
         setattr(estimator, key, tuple(value) if key.endswith("_shape") else value)
     if "feature_names_in_" in header["facts"]:
         estimator.feature_names_in_ = np.asarray(header["facts"]["feature_names_in_"], dtype=object)

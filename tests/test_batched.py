@@ -1,6 +1,7 @@
 """The members of a small ensemble as one batched network: the numbers of one member after the other."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -207,3 +208,17 @@ def test_backward_hooks_are_called_for_every_member():
     model[0].register_full_backward_hook(lambda module, given, gradients: seen.append(1))
     sb.draw(model, X.clone().requires_grad_()).sum().backward()
     assert len(seen) == 3
+
+
+def test_an_ensemble_can_be_pickled_and_copied():
+    torch.manual_seed(0)
+    model = sb.bayesianize(
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), sb.DeepEnsemble(members=3)
+    )
+    x = torch.randn(5, 3)
+    expected = sb.draw(model, x)
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(again) is type(model) and torch.equal(sb.draw(again, x), expected)
+        again[0].weight.data.zero_()
+        assert not torch.equal(sb.draw(again, x), expected)
+    assert torch.equal(sb.draw(model, x), expected)

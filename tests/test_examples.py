@@ -18,7 +18,7 @@ pytestmark = pytest.mark.uncounted
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = (
     "classification", "decisions", "export", "fit", "mixed_rules", "own_data", "regression", "reproduce_table",
-    "sequences", "transformer",
+    "sequences", "sklearn_pipeline", "transformer",
 )  # fmt: skip
 
 
@@ -125,6 +125,13 @@ def test_reproduce_table(capsys):
     printed = capsys.readouterr().out
     assert "| 2-tied | 315,968 | 315,968 |" in printed and "| 0.431 ± 0.0057 |" in printed
     assert "trained on digits, not on mnist" in printed
+
+
+def test_sklearn_pipeline(capsys):
+    pytest.importorskip("sklearn")
+    found = example("sklearn_pipeline").main(epochs=25)
+    assert found["R2"] > 0.2 and 0.85 < found["coverage"] < 1.0 and found["changed"] == 0
+    assert f"R² {found['R2']:.2f}" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

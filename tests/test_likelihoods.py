@@ -326,3 +326,18 @@ def test_a_weight_of_the_kl_may_be_a_tensor():
     x, y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
     found = sb.elbo(sb.draw(model, x), y, model, num_data=10, kl_weight=torch.tensor(0.5))
     torch.testing.assert_close(found.loss, found.nll + 0.05 * found.kl)
+
+
+def test_a_learned_precision_for_each_output():
+    likelihood = sb.Gaussian(precision=4.0, learn="global", outputs=2)
+    assert likelihood.log_precision.shape == (2,) and "precision=[4, 4], learn='global'" in repr(likelihood)
+    with torch.no_grad():
+        likelihood.log_precision[1] = 0.0
+    draws, targets = torch.randn(3, 5, 2), torch.randn(5, 2)
+    apart = [
+        sb.Gaussian(precision=p).log_prob(draws[..., i], targets[:, i]) for i, p in enumerate((4.0, 1.0))
+    ]
+    assert torch.allclose(likelihood.log_prob(draws, targets), apart[0] + apart[1])
+    for options in ({"learn": "fixed", "outputs": 2}, {"learn": "global", "outputs": 0}):
+        with pytest.raises(ValueError, match='it is a number of outputs for learn="global"'):
+            sb.Gaussian(**options)

@@ -247,7 +247,7 @@ class Gaussian(Likelihood):
 
     - "fixed": ``precision``, 1 by default;
     - "global": one parameter ``log_precision``, first log ``precision``: give ``likelihood.parameters()`` to
-      the optimizer;
+      the optimizer. With ``outputs=m`` it holds m values, one for each place of the outputs' last axis;
     - "per_example": the last axis of the network's output holds 2m values, m means and then m values of
       log τ, clamped to ±20 (the gradient is 0 beyond).
 
@@ -262,6 +262,7 @@ class Gaussian(Likelihood):
         self,
         precision: float | None = None,
         learn: Literal["fixed", "global", "per_example"] = "fixed",
+        outputs: int | None = None,
     ) -> None:
         super().__init__()
         if learn not in ("fixed", "global", "per_example"):
@@ -274,9 +275,15 @@ class Gaussian(Likelihood):
         self.precision = 1.0 if precision is None else float(precision)
         if not 0.0 < self.precision < math.inf:
             raise ValueError(f"precision={precision}: pass a positive finite number, 1 / (noise deviation)²")
+        if outputs is not None and (learn != "global" or outputs < 1):
+            raise ValueError(
+                f'outputs={outputs} with learn={learn!r}: it is a number of outputs for learn="global", each with a '
+                "precision of its own"
+            )
         self.learn = learn
         if learn == "global":
-            self.log_precision = nn.Parameter(torch.tensor(math.log(self.precision)))
+            shape = () if outputs is None else (outputs,)
+            self.log_precision = nn.Parameter(torch.full(shape, math.log(self.precision)))
 
     def check(self, draws: Tensor, targets: Tensor | None = None) -> None:
         """Raise on wrong types and shapes and non-finite draws or targets."""
@@ -334,8 +341,10 @@ class Gaussian(Likelihood):
         """The settings."""
         if self.learn == "per_example":
             return "learn='per_example'"
-        precision = self.log_precision.exp().item() if self.learn == "global" else self.precision
-        return f"precision={precision:.6g}, learn={self.learn!r}"
+        values = self.log_precision.exp().flatten().tolist() if self.learn == "global" else [self.precision]
+        precision = ", ".join(f"{value:.6g}" for value in values)
+        own = self.learn == "global" and self.log_precision.dim() > 0
+        return f"precision={f'[{precision}]' if own else precision}, learn={self.learn!r}"
 
 
 def _full(draws: Tensor) -> Tensor:

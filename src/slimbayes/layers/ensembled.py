@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -85,11 +86,26 @@ class Ensembled(nn.Module):
                 return leaf.shape[0]
         raise ValueError(f"ensembled module {self.ensemble_name!r} got no tensor with a row axis")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty_ensemble, (self._member[0].original,), self.__dict__
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         # Called for this module before its children: one place expands a plain checkpoint for all of them.
         for name, target in self.state_dict(keep_vars=True).items():
             expand_saved(state_dict, prefix + name, target)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@functools.cache
+def _ensembled_type(original: Any) -> type[Ensembled]:
+    """The type of ensembled modules of this type, one for all of them."""
+    return type(f"Ensembled{original.__name__}", (Ensembled, original), {})
+
+
+def _empty_ensemble(original: Any) -> Ensembled:
+    """What pickle and copy fill: no module holds the type itself, so that they could not find it."""
+    kind = _ensembled_type(original)
+    return kind.__new__(kind)
 
 
 def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Module], None] | None) -> None:
@@ -114,8 +130,8 @@ def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Mod
             for key, value in store.items():
                 if value is not None:
                     store[key] = replaced[id(value)]  # type: ignore[assignment]
-    original = type(module)
-    module.__class__ = type(f"Ensembled{original.__name__}", (Ensembled, original), {})
+    original: Any = type(module)
+    module.__class__ = _ensembled_type(original)
     module.members = members  # type: ignore[assignment]
     module.ensemble_name = name  # type: ignore[assignment]
     module._tensor_names = tuple(names)  # type: ignore[assignment]

@@ -83,7 +83,12 @@ class BayesianModule(pl.LightningModule):  # type: ignore[misc, name-defined]
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The network's outputs, [components × samples, batch, ...]."""
         return draw(
-            self.network, *inputs, samples=self.samples, noise=self.noise, shared_inputs=self.shared_inputs, **named
+            self.network,
+            *inputs,
+            samples=self.samples,
+            noise=self.noise,
+            shared_inputs=self.shared_inputs,
+            **named,
         )
 
     def configure_optimizers(self) -> Any:
@@ -105,12 +110,22 @@ class BayesianModule(pl.LightningModule):  # type: ignore[misc, name-defined]
         args, named = arguments(inputs)
         draws = scored(self(*args, **named), self.select)
         found = elbo(
-            draws, targets, self.network, self.num_data, self.likelihood, self.reduction, kl_weight=self.kl_weight
+            draws,
+            targets,
+            self.network,
+            self.num_data,
+            self.likelihood,
+            self.reduction,
+            kl_weight=self.kl_weight,
         )
         if self._attached:
             size = len(targets)
             self.log("train_loss", found.loss.detach(), prog_bar=True, batch_size=size)
-            values = {"train_nll": found.nll.detach(), "train_kl": found.kl.detach(), "kl_weight": self.kl_weight}
+            values = {
+                "train_nll": found.nll.detach(),
+                "train_kl": found.kl.detach(),
+                "kl_weight": self.kl_weight,
+            }
             self.log_dict(values, batch_size=size)
         return found.loss
 
@@ -227,7 +242,9 @@ class KLAnnealing(pl.Callback):  # type: ignore[misc, name-defined]
         if not callable(schedule):
             check_shares(schedule, start)
         elif start:
-            raise ValueError(f"start={start!r} goes with a share of the run; {schedule!r} is a schedule of its own")
+            raise ValueError(
+                f"start={start!r} goes with a share of the run; {schedule!r} is a schedule of its own"
+            )
         self.schedule, self.start = schedule, start
         self._resolved: Schedule | None = None
         self._full = 1.0

@@ -24,7 +24,9 @@ def unpack(batch: Any) -> tuple[Any, Tensor | None]:
     if isinstance(batch, Mapping):
         found = [name for name in LABELS if name in batch]
         if len(found) > 1:
-            raise ValueError(f"the batch has several targets, {found}: pass unpack=, which gives (inputs, targets)")
+            raise ValueError(
+                f"the batch has several targets, {found}: pass unpack=, which gives (inputs, targets)"
+            )
         rest = {name: value for name, value in batch.items() if name not in found}
         return rest, batch[found[0]] if found else None
     if isinstance(batch, (tuple, list)):
@@ -47,7 +49,7 @@ def size_of(loader: Any) -> int | None:
     (3, None)
     """
     sampler = getattr(loader, "sampler", None)
-    source = sampler if isinstance(sampler, SubsetRandomSampler) else getattr(loader, "dataset", None)
+    source: Any = sampler if isinstance(sampler, SubsetRandomSampler) else getattr(loader, "dataset", None)
     try:
         return len(source)
     except TypeError:

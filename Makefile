@@ -1,7 +1,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test lint typecheck coverage bench bench-peers docs clean
+.PHONY: help venv demo test lint typecheck coverage bench bench-peers docs wheel clean
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -61,6 +61,10 @@ bench-peers: $(PEERS)/.installed  ## set up ./.venv-peers with the packages that
 
 docs: $(DEV)  ## check that the generated tables in docs/ are current
 	$(BIN)/python docs/generate.py --check
+
+wheel: $(DEV)  ## build the wheel and try it in clean environments: WHEEL_ARGS=--every for all extras
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build
+	$(BIN)/python tools/wheel.py $(WHEEL_ARGS)
 
 clean:  ## remove the environment, caches and build outputs
 	rm -rf $(VENV) $(PEERS) slimbayes-compare slimbayes-run slimbayes-reproduce build dist src/*.egg-info htmlcov .coverage .coverage.* \

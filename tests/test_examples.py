@@ -18,6 +18,7 @@ pytestmark = pytest.mark.uncounted
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = (
     "classification", "fit", "mixed_rules", "own_data", "regression", "reproduce_table", "sequences", "transformer",
+    "hf_trainer", "hub", "lightning_module",
 )  # fmt: skip
 
 
@@ -33,7 +34,8 @@ def test_every_example_is_tested_and_short():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "own_method"}
     for name in SHORT:
         lines = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if line.strip()]
-        assert len(lines) <= 40, f"{name}.py has {len(lines)} lines"
+        most = 30 if name in ("hf_trainer", "hub", "lightning_module") else 40
+        assert len(lines) <= most, f"{name}.py has {len(lines)} lines"
 
 
 def test_classification(capsys):
@@ -106,6 +108,26 @@ def test_reproduce_table(capsys):
     printed = capsys.readouterr().out
     assert "| 2-tied | 315,968 | 315,968 |" in printed and "| 0.431 ± 0.0057 |" in printed
     assert "trained on digits, not on mnist" in printed
+
+
+@pytest.mark.filterwarnings("ignore:::lightning")
+def test_lightning_module(capsys):
+    pytest.importorskip("lightning")
+    result = example("lightning_module").main(epochs=5)
+    assert result["test_accuracy"] > 0.9 and result["draws"] == 32
+    assert f"'test_nll': {result['test_nll']:.3f}" in capsys.readouterr().out
+
+
+def test_hf_trainer():
+    pytest.importorskip("accelerate")
+    result = example("hf_trainer").main(epochs=2)
+    assert result["eval_accuracy"] > 0.9 and result["eval_loss"] < 0.4
+
+
+def test_hub(tmp_path, capsys):
+    pytest.importorskip("huggingface_hub")
+    assert example("hub").main(tmp_path) == {"gap": 0.0, "width": 32, "files": 3}
+    assert "Classifier.from_pretrained" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,11 @@ from slimbayes.training.monitor import Progress
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "slimbayes"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LISTED = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n\n")[0]
+OPTIONAL = {  # lists of strings are written in TOML as in Python
+    name: ast.literal_eval(entries)
+    for name, entries in re.findall(r"^(\w+) = (\[.*?\])$", LISTED, re.M | re.S)
+}
 
 
 @pytest.fixture
@@ -37,7 +40,9 @@ def again(name):
     """Import a module of ours anew, with everything below it, and leave the ones that were there in place."""
 
     def action(tmp_path):
-        known = {key: sys.modules.pop(key) for key in [*sys.modules] if key == name or key.startswith(f"{name}.")}
+        known = {
+            key: sys.modules.pop(key) for key in [*sys.modules] if key == name or key.startswith(f"{name}.")
+        }
         try:
             importlib.import_module(name)
         finally:
@@ -146,13 +151,18 @@ def test_a_missing_package_names_its_extra(without, tmp_path, package, extra, ac
     with pytest.raises((ImportError, ValueError)) as error:
         action(tmp_path)
     assert f"pip install 'slimbayes[{extra}]'" in str(error.value)
-    assert extra in PROJECT["optional-dependencies"]
+    assert extra in OPTIONAL
 
 
 def test_every_optional_import_has_a_case():
     """What the sources import beside the core, in whatever way."""
     core = {"torch", "numpy", "safetensors", "slimbayes", "triton", *sys.stdlib_module_names}
-    core |= {"bayesian_torch", "torchbnn", "blitz", "torch_uncertainty"}  # peers, in an environment of their own
+    core |= {
+        "bayesian_torch",
+        "torchbnn",
+        "blitz",
+        "torch_uncertainty",
+    }  # peers, in an environment of their own
     found = {}
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
@@ -189,11 +199,11 @@ def test_progress_does_without_rich(without, monkeypatch, capsys):
 def test_info_knows_every_extra():
     modules = {"pillow": "PIL", "scikit-learn": "sklearn", "PyYAML": "yaml"}
     for extra, shown in EXTRAS.items():
-        wanted = [re.match(r"[\w-]+", entry)[0] for entry in PROJECT["optional-dependencies"][extra]]
+        wanted = [re.match(r"[\w-]+", entry)[0] for entry in OPTIONAL[extra]]
         mine = {modules.get(name, name) for name in wanted if name != "slimbayes"}
         assert set(shown) <= {"torchmetrics", "typer", "yaml"} | mine
         assert extra == "cli" or mine <= set(shown)
-    assert set(EXTRAS) == set(PROJECT["optional-dependencies"]) - {"all", "dev"}
+    assert set(EXTRAS) == set(OPTIONAL) - {"all", "dev"}
 
 
 @pytest.mark.uncounted

@@ -29,8 +29,8 @@ Network = TypeVar("Network", bound=nn.Module)
 
 _TEXT = """# {title}
 
-A Bayesian neural network, made with slimbayes {version}: an `{architecture}` of {base:,} parameters converted by
-{methods}, {parameters:,} parameters in all ({overhead:+.2f} %).
+A Bayesian neural network, made with slimbayes {version}: the network `{architecture}` of {base:,} parameters, converted
+by {methods}, {parameters:,} parameters in all ({overhead:+.2f} %).
 
 ## Use
 

@@ -92,7 +92,7 @@ class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         self._sums: list[Tensor] = []  # [nll, kl] of the batches since the last log
         self._last_weight = 0.0
         if any(True for _ in self.likelihood.parameters()):
-            self.add_callback(_KeepLikelihood(self.likelihood))
+            self.add_callback(_LearnLikelihood(self.likelihood))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Trainer's own; a likelihood that learns is resumed with the model, the best one included."""
@@ -206,14 +206,26 @@ class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         return self.kl_weight * schedule(self.state.global_step)
 
 
-class _KeepLikelihood(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Writes the parameters of a likelihood that learns beside every checkpoint of the model."""
+class _LearnLikelihood(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """What Trainer does for the parameters of its model alone, done for those of a likelihood that learns."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Forget the gradients of the last step."""
+        self.likelihood.zero_grad()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Average the gradients of all processes."""
+        if args.world_size > 1:
+            for parameter in self.likelihood.parameters():
+                if parameter.grad is not None:
+                    torch.distributed.all_reduce(parameter.grad)
+                    parameter.grad /= args.world_size
+
     def on_save(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Write them, in the first process."""
+        """Write them beside the model's checkpoint, in the first process."""
         if state.is_world_process_zero:
             folder = Path(
                 args.output_dir, f"{transformers.trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}"

@@ -227,6 +227,24 @@ def test_a_causal_model_is_scored_at_the_next_token(tmp_path):
     assert logits.shape == (4, 6, 60) and torch.equal(kept, labels) and evaluated.isfinite()
 
 
+def test_distributed_training_sees_the_kl(tmp_path):
+    """Spreads are in the KL alone where there is no noise: outside of the forward pass they would pass for unused."""
+    model, batch = bert(sb.MeanField()).train(), collate(sentences(8))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        loop = trainer(model, tmp_path, noise="mean")
+        loop.compute_loss(wrapped, dict(batch)).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    alone = bert(sb.MeanField()).train()
+    trainer(alone, tmp_path, noise="mean").compute_loss(alone, dict(batch)).backward()
+    for name, parameter in alone.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, atol=1e-6), name
+    assert "forward" not in vars(model)
+
+
 def test_refusals(tmp_path):
     plain = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
     with pytest.raises(ValueError, match=r"call sb\.bayesianize"):

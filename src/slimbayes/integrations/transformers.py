@@ -15,18 +15,17 @@ from torch import Tensor, nn
 from slimbayes import extras
 from slimbayes.draws import draw
 from slimbayes.files import write_whole
+from slimbayes.integrations.scoring import aligned, likelihood_of, mean_logits, shaped, whole
 from slimbayes.integrations.steps import Schedule, check_shares, schedule_of
-from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from slimbayes.likelihoods import Likelihood
 from slimbayes.objective import ELBO, elbo, parameter_groups
 from slimbayes.predict import predict, scored
-from slimbayes.predictive import GaussianPredictive, Predictive
-from slimbayes.record import find_record, unwrap
+from slimbayes.record import find_record
 
 transformers = extras.need("transformers", "slimbayes.integrations.transformers", "transformers")
 extras.need("accelerate", "the Trainer of transformers", "transformers")
 
 _LIKELIHOOD = "likelihood.safetensors"
-_CAUSAL = ("ForCausalLM", "LMHeadModel")  # their labels are those of the next position
 
 
 class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
@@ -121,14 +120,20 @@ class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
             raise ValueError(
                 f"the batch has no {self._label!r}, only {', '.join(inputs)}: the loss needs the targets"
             )
-        output = draw(model, samples=self.samples, noise=self.noise, **inputs)
-        draws, labels = _aligned(model, scored(output), _shaped(labels, self.likelihood))
         weight = self._weight()
-        found = elbo(draws, labels, model, self.num_data, self.likelihood, self.reduction, kl_weight=weight)
-        loss = found.loss
+
+        def objective(network: nn.Module) -> tuple[Tensor, Tensor, Tensor, Any]:
+            output = draw(network, samples=self.samples, noise=self.noise, **inputs)
+            draws, targets = aligned(network, scored(output), shaped(labels, self.likelihood))
+            found = elbo(
+                draws, targets, network, self.num_data, self.likelihood, self.reduction, kl_weight=weight
+            )
+            return found.loss, found.nll, found.kl, output
+
+        loss, nll, kl, output = whole(model, objective)
         if model.training:
             self._last_weight = weight
-            self._sums.append(torch.stack((found.nll.detach(), found.kl.detach())))
+            self._sums.append(torch.stack((nll.detach(), kl.detach())))
             if self._step_rows:  # Trainer will divide by the number of batches: a batch counts by its rows
                 loss = loss * (len(labels) * self._step_batches / self._step_rows)
         return (loss, output) if return_outputs else loss
@@ -152,9 +157,9 @@ class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         self._evaluated += len(found)
         loss = None
         if labels is not None:
-            draws, targets = _aligned(model, found.draws, _shaped(labels, self.likelihood))
-            whole = found if draws is found.draws else self.likelihood.predictive(draws)
-            loss = -whole.log_prob(targets).mean()
+            draws, targets = aligned(model, found.draws, shaped(labels, self.likelihood))
+            scored_at = found if draws is found.draws else self.likelihood.predictive(draws)
+            loss = -scored_at.log_prob(targets).mean()
         return (loss, None, None) if prediction_loss_only else (loss, mean_logits(found), labels)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
@@ -265,7 +270,7 @@ def elbo_loss(
 
     def compute_loss_func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         logits = outputs["logits"] if isinstance(outputs, Mapping) else scored(outputs)
-        draws, targets = _aligned(model, logits.unsqueeze(0), _shaped(labels, scorer))
+        draws, targets = aligned(model, logits.unsqueeze(0), shaped(labels, scorer))
         weight = kl_weight() if callable(kl_weight) else kl_weight
         found: ELBO = elbo(draws, targets, model, num_data, scorer, kl_weight=weight)
         if num_items_in_batch is None:
@@ -277,45 +282,5 @@ def elbo_loss(
     return compute_loss_func
 
 
-def likelihood_of(model: nn.Module) -> Likelihood:
-    """The likelihood of a model's ``config.problem_type``; classes where there is none.
-
-    >>> likelihood_of(nn.Linear(1, 1))
-    Categorical(class_axis=-1, ignore_index=-100)
-    """
-    config = getattr(unwrap(model), "config", None)
-    kind = getattr(config, "problem_type", None)
-    if kind == "multi_label_classification":
-        return Bernoulli()
-    if kind == "regression" or (kind is None and getattr(config, "num_labels", 2) == 1):
-        return Gaussian(learn="global")
-    return Categorical()
-
-
-def mean_logits(found: Predictive) -> Tensor:
-    """Network outputs that mean what the mixture means: log p̄, log-odds of p̄, or the mean of real targets.
-
-    >>> found = Categorical().predictive(torch.tensor([[[0.0, 0.0]], [[2.0, 0.0]]]))
-    >>> mean_logits(found).softmax(-1), found.mean
-    (tensor([[0.6904, 0.3096]]), tensor([[0.6904, 0.3096]]))
-    """
-    if isinstance(found, GaussianPredictive):
-        return found.mean
-    log_mean = found.moments.log_mean
-    return log_mean if isinstance(found.likelihood, Categorical) else log_mean[..., 1] - log_mean[..., 0]
-
-
 def _rows(batch: Mapping[str, Any]) -> int:
     return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
-
-
-def _shaped(labels: Tensor, likelihood: Likelihood) -> Tensor:
-    """Labels in the type that the likelihood takes: collators make integers of whole real targets."""
-    return labels.float() if isinstance(likelihood, Gaussian) and not labels.is_floating_point() else labels
-
-
-def _aligned(model: nn.Module, draws: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws and labels of the same positions: a causal model's output is of the next one."""
-    if type(unwrap(model)).__name__.endswith(_CAUSAL) and labels.dim() == 2:
-        return draws[:, :, :-1], labels[:, 1:]
-    return draws, labels

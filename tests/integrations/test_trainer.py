@@ -251,6 +251,8 @@ def test_refusals(tmp_path):
         trainer(plain, tmp_path)
     with pytest.raises(ValueError, match="BayesianTrainer has a loss of its own"):
         trainer(bert(), tmp_path, compute_loss_func=lambda *_, **__: None)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1 is no part of a likelihood"):
+        trainer(bert(), tmp_path, options_={"label_smoothing_factor": 0.1})
     with pytest.raises(ValueError, match="pass num_data="):
         trainer(bert(), tmp_path, (row for row in sentences(3)), {"max_steps": 1})
     with pytest.raises(ValueError, match="share=2"):

@@ -71,6 +71,11 @@ class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
                 "BayesianTrainer has a loss of its own: use transformers.Trainer with compute_loss_func, such as "
                 "elbo_loss(model, num_data), or leave it out"
             )
+        if self.args.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} is no part of a likelihood: set it to 0; "
+                "what it is for, predictions that are not too sure, the draws are for"
+            )
         if not callable(kl_annealing):
             check_shares(kl_annealing, 0.0)
         if num_data is None and self.train_dataset is not None:
@@ -186,7 +191,7 @@ class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
     def log(self, logs: dict[str, float], *rest: Any) -> None:
         """Trainer's own, with the mean nll and KL of the batches since the last log beside the loss."""
         if "loss" in logs and self._sums:
-            nll, kl = torch.stack(self._sums).double().mean(0).tolist()
+            nll, kl = torch.stack(self._sums).cpu().double().mean(0).tolist()
             logs = {**logs, "nll": nll, "kl": kl, "kl_weight": self._last_weight}
             self._sums = []
         super().log(logs, *rest)

@@ -1,7 +1,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test lint typecheck coverage bench bench-peers docs clean
+.PHONY: help venv demo test lint typecheck coverage bench bench-peers docs wheel clean
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -62,6 +62,10 @@ bench-peers: $(PEERS)/.installed  ## set up ./.venv-peers with the packages that
 docs: $(DEV)  ## the site, into site/; generated tables must be current, and a warning is an error
 	$(BIN)/python docs/generate.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+wheel: $(DEV)  ## build the wheel and try it in clean environments: WHEEL_ARGS=--every for all extras
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build
+	$(BIN)/python tools/wheel.py $(WHEEL_ARGS)
 
 clean:  ## remove the environment, caches and build outputs
 	rm -rf $(VENV) $(PEERS) slimbayes-compare slimbayes-run slimbayes-reproduce build dist site src/*.egg-info htmlcov .coverage .coverage.* \

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.uncounted
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = (
-    "classification", "decisions", "export", "fit", "mixed_rules", "own_data", "regression", "reproduce_table",
-    "sequences", "sklearn_pipeline", "transformer",
+    "classification", "decisions", "export", "fit", "hf_trainer", "hub", "lightning_module", "mixed_rules", "own_data",
+    "regression", "reproduce_table", "sequences", "sklearn_pipeline", "transformer",
 )  # fmt: skip
 
 
@@ -34,7 +34,8 @@ def test_every_example_is_tested_and_short():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "own_method"}
     for name in SHORT:
         lines = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if line.strip()]
-        assert len(lines) <= 40, f"{name}.py has {len(lines)} lines"
+        most = 30 if name in ("hf_trainer", "hub", "lightning_module") else 40
+        assert len(lines) <= most, f"{name}.py has {len(lines)} lines"
 
 
 def test_classification(capsys):
@@ -132,6 +133,26 @@ def test_sklearn_pipeline(capsys):
     found = example("sklearn_pipeline").main(epochs=25)
     assert found["R2"] > 0.2 and 0.85 < found["coverage"] < 1.0 and found["changed"] == 0
     assert f"R² {found['R2']:.2f}" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:::lightning")
+def test_lightning_module(capsys):
+    pytest.importorskip("lightning")
+    result = example("lightning_module").main(epochs=5)
+    assert result["test_accuracy"] > 0.9 and result["draws"] == 32
+    assert f"'test_nll': {result['test_nll']:.3f}" in capsys.readouterr().out
+
+
+def test_hf_trainer():
+    pytest.importorskip("accelerate")
+    result = example("hf_trainer").main(epochs=2)
+    assert result["eval_accuracy"] > 0.9 and result["eval_loss"] < 0.4
+
+
+def test_hub(tmp_path, capsys):
+    pytest.importorskip("huggingface_hub")
+    assert example("hub").main(tmp_path) == {"gap": 0.0, "width": 32, "files": 3}
+    assert "Classifier.from_pretrained" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slimbayes.extras import need
 from slimbayes.files import write_whole
 from slimbayes.methods import Method
 from slimbayes.specs import network_builder, parse_method
@@ -240,8 +241,4 @@ def yaml_loader() -> Any:
 
 
 def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError("configuration files need PyYAML: pip install 'slimbayes[cli]'") from error
-    return yaml
+    return need("yaml", "a configuration file", "cli")

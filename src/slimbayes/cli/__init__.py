@@ -15,7 +15,7 @@ def main() -> None:
     try:
         from slimbayes.cli.app import app
     except ImportError as error:
-        missing = getattr(error, "name", None)
+        missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
             raise
         sys.exit(f"error: the command line needs {missing}: pip install 'slimbayes[cli]'")

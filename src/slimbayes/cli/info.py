@@ -13,12 +13,15 @@ from slimbayes.data import find_root, found
 from slimbayes.provenance import commit, hardware, versions
 
 EXTRAS = {
+    "metrics": ("torchmetrics",),
     "train": ("lightning", "rich", "torchmetrics"),
+    "lightning": ("lightning", "torchmetrics"),
+    "sklearn": ("sklearn",),
     "data": ("PIL", "pyarrow", "sklearn"),
     "plots": ("matplotlib",),
     "cli": ("typer", "yaml"),
     "tensorboard": ("tensorboard",),
-    "transformers": ("transformers",),
+    "transformers": ("transformers", "accelerate"),
     "hub": ("huggingface_hub",),
     "export": ("onnx", "onnxruntime", "onnxscript"),
     "int8": ("torchao",),

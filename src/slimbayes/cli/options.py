@@ -10,6 +10,7 @@ import typer
 
 from slimbayes.cli.errors import screen
 from slimbayes.config import CompareConfig, ConfigError, RunConfig, write_config, yaml_loader
+from slimbayes.extras import need
 
 DataRoot = Annotated[
     str | None,
@@ -90,8 +91,7 @@ def pairs(entries: list[str] | None, option: str) -> dict[str, Any]:
     >>> pairs(["l2=1e-4", "milestones=[0.5, 0.9]", "name=a"], "--set")
     {'l2': 0.0001, 'milestones': [0.5, 0.9], 'name': 'a'}
     """
-    import yaml
-
+    yaml = need("yaml", f"{option} KEY=VALUE", "cli")
     found: dict[str, Any] = {}
     for entry in entries or ():
         key, separator, text = entry.partition("=")
@@ -134,8 +134,7 @@ def settle(config: RunConfig | CompareConfig, save: Path | None, dry_run: bool) 
     if save is not None:
         write_config(config, save)
     if dry_run:
-        import yaml
-
+        yaml = need("yaml", "--dry-run", "cli")
         # No line may be wrapped: what is shown can be saved and replayed.
         text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
         screen.print(text, markup=False, end="", soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimbayes import extras
 from slimbayes.data.base import DataError
 from slimbayes.keyed import layer_key, philox
 
 ROOT_VARIABLE = "SLIMBAYES_DATA"
-_PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn", "pyarrow": "pyarrow"}
 
 
 def need(module: str, purpose: str) -> Any:
@@ -25,11 +24,7 @@ def need(module: str, purpose: str) -> Any:
     >>> need("json", "this example").dumps([1])
     '[1]'
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = _PACKAGES.get(module.split(".")[0], module)
-        raise ImportError(f"{purpose} needs {package}: pip install 'slimbayes[data]'") from error
+    return extras.need(module, purpose, "data")
 
 
 def find_root(root: str | os.PathLike[str] | None = None) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.util
 import io
 import sys
 import time
@@ -120,7 +121,7 @@ class Progress:
     @contextlib.contextmanager
     def live(self) -> Iterator[Progress]:
         """Draw the bar, if there is a terminal and rich to draw it with."""
-        if not sys.stderr.isatty():
+        if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
             yield self
             return
         from rich.console import Console

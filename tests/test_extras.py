@@ -118,6 +118,27 @@ def summary_table(tmp_path):
     print_summary({})
 
 
+def heat_map(tmp_path):
+    sb.analysis.plot_stddevs(sb.bayesianize(torch.nn.Linear(2, 2), sb.MeanField()))
+
+
+def frozen():
+    return sb.freeze(sb.bayesianize(torch.nn.Linear(2, 2), sb.Rank1()), draws=4)
+
+
+def onnx_written(tmp_path):
+    sb.export.to_onnx(frozen(), torch.zeros(3, 2), tmp_path / "a.onnx")
+
+
+def onnx_read(tmp_path):
+    (tmp_path / "a.onnx").write_bytes(b"")
+    sb.export.OnnxModel(tmp_path / "a.onnx")
+
+
+def eight_bits(tmp_path):
+    sb.export.quantize(frozen())
+
+
 # (the package that is missing, the extra that the error names, what needs it)
 CASES = [
     ("lightning", "train", trained),
@@ -133,6 +154,13 @@ CASES = [
     ("yaml", "cli", shell_options),
     ("matplotlib", "plots", rendered),
     ("matplotlib", "plots", bench_plot),
+    ("matplotlib", "plots", heat_map),
+    ("onnx", "export", onnx_written),
+    ("onnxscript", "export", onnx_written),
+    ("onnxruntime", "export", onnx_written),
+    ("onnxruntime", "export", onnx_read),
+    ("torchao", "int8", eight_bits),
+    ("sklearn", "sklearn", again("slimbayes.sklearn")),
     ("sklearn", "data", lambda tmp_path: sb.data.load("wine")),
     ("pyarrow", "data", parquet),
     ("PIL", "data", picture),
@@ -150,7 +178,7 @@ def test_a_missing_package_names_its_extra(without, tmp_path, package, extra, ac
     without(package)
     with pytest.raises((ImportError, ValueError)) as error:
         action(tmp_path)
-    assert f"pip install 'slimbayes[{extra}]'" in str(error.value)
+    assert re.search(rf"pip install (-U )?'slimbayes\[{extra}\]'", str(error.value))
     assert extra in OPTIONAL
 
 
@@ -203,7 +231,7 @@ def test_info_knows_every_extra():
         mine = {modules.get(name, name) for name in wanted if name != "slimbayes"}
         assert set(shown) <= {"torchmetrics", "typer", "yaml"} | mine
         assert extra == "cli" or mine <= set(shown)
-    assert set(EXTRAS) == set(OPTIONAL) - {"all", "dev"}
+    assert set(EXTRAS) == set(OPTIONAL) - {"all", "dev", "docs"}
 
 
 @pytest.mark.uncounted

@@ -92,12 +92,13 @@ X, y = load_iris(return_X_y=True)
 assert BayesianMLPClassifier().fit(X, y).predict_proba(X).shape == (150, 3)
 """
 EXPORT = """
-import onnxruntime
-path, frozen = tempfile.mkdtemp() + "/model.onnx", sb.freeze(model, draws=8, seed=0)
-torch.onnx.export(frozen, (x,), path, dynamo=True, verbose=False)
-session = onnxruntime.InferenceSession(path)
-found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
-assert torch.allclose(torch.from_numpy(found), frozen(x), atol=1e-5)
+frozen = sb.freeze(model, draws=8, seed=0, example=x)
+served = sb.export.OnnxModel(sb.export.to_onnx(frozen, x, tempfile.mkdtemp() + "/model.onnx"))
+assert torch.allclose(served(x[:7]), frozen(x[:7]), atol=1e-5)
+"""
+INT8 = """
+frozen = sb.freeze(model, draws=8, seed=0, example=x)
+assert 0 < (sb.export.quantize(frozen)(x) - frozen(x)).abs().max() < 0.1
 """
 TENSORBOARD = (
     """
@@ -121,9 +122,10 @@ FEATURES = {
     "hub": HUB,
     "transformers": TRANSFORMERS,
     "export": EXPORT,
-    "all": DATA + PLOTS + CLI + SKLEARN + LIGHTNING + HUB + TRANSFORMERS + EXPORT,
+    "int8": INT8,
+    "all": DATA + PLOTS + CLI + SKLEARN + LIGHTNING + HUB + TRANSFORMERS + EXPORT + INT8,
 }  # fmt: skip
-NOT_FEATURES = {"dev"}  # extras for those who work on slimbayes itself
+NOT_FEATURES = {"dev", "docs"}  # extras for those who work on slimbayes itself
 
 
 def main(words: list[str] | None = None) -> int:

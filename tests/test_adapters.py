@@ -41,7 +41,9 @@ def test_only_what_the_method_adds_is_trained(method):
     base = {name: value.clone() for name, value in pretrained(residual_net).named_parameters()}
     added = {name for name, _ in model.named_parameters() if ".bayes." in name}
     if method in ("emp", "ecmp"):  # the norms and the last layer have versions
-        added |= {f"{name}.{kind}" for name in ("1.0.norm", "1.1.0.norm", "2.3") for kind in ("weight", "bias")}
+        added |= {
+            f"{name}.{kind}" for name in ("1.0.norm", "1.1.0.norm", "2.3") for kind in ("weight", "bias")
+        }
     if method == "deep_ensemble":
         added = set(base)
     assert trainable(model) == added
@@ -62,10 +64,12 @@ def test_train_selects_modules():
     assert head <= trainable(sb.adapt(mlp(), sb.Rank1(train_base=False), train=["3"]))
     assert trainable(sb.adapt(mlp(), sb.Deterministic(), train=nn.BatchNorm1d)) == {"1.weight", "1.bias"}
     network = mlp()
-    with pytest.raises(ValueError, match=r"train='^9' matches no module with parameters; the modules are: 0 ".replace("^", r"\^")):
+    with pytest.raises(
+        ValueError, match=r"train='\^9' matches no module with parameters; the modules are: 0 "
+    ):
         sb.adapt(network, sb.Rank1(), train="^9")
     assert type(network[0]) is nn.Linear and all(p.requires_grad for p in network.parameters())
-    with pytest.raises(TypeError, match="adapt takes a pretrained torch.nn.Module, got int"):
+    with pytest.raises(TypeError, match=r"adapt takes a pretrained torch\.nn\.Module, got int"):
         sb.adapt(3, sb.Rank1())
 
 
@@ -121,7 +125,9 @@ def test_every_method_round_trips(method, tmp_path):
 
 def test_an_adapter_is_small_and_holds_what_moved(tmp_path):
     def large():
-        return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.BatchNorm1d(64), nn.Linear(64, 3))
+        return nn.Sequential(
+            nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)
+        )
 
     model = sb.adapt(pretrained(large), sb.Rank1(components=2), train="4").train()
     sb.draw(model, torch.randn(8, 64))
@@ -157,7 +163,10 @@ def test_another_base_is_refused(tmp_path):
         assert flags == [parameter.requires_grad for parameter in network.parameters()]
         assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
 
-    refused(pretrained(seed=8), r"adapter for another base than the given Sequential: 2 of its 4 frozen tensors differ")
+    refused(
+        pretrained(seed=8),
+        r"adapter for another base than the given Sequential: 2 of its 4 frozen tensors differ",
+    )
     one = pretrained()
     with torch.no_grad():
         one[0].weight[3, 1] += 1e-6
@@ -165,7 +174,10 @@ def test_another_base_is_refused(tmp_path):
     refused(pretrained().double(), r"4 of its 4 frozen tensors differ")
     refused(pretrained(lambda: mlp(width=9)), "another architecture")
     refused(nn.Sequential(nn.Linear(3, 8)), r"another architecture.*layers \['3'\] are not in the network")
-    refused(nn.Sequential(*pretrained(), nn.Linear(2, 2)), r"tensors \['4.weight', '4.bias'\] are not in the checkpoint")
+    refused(
+        nn.Sequential(*pretrained(), nn.Linear(2, 2)),
+        r"tensors \['4.weight', '4.bias'\] are not in the ch",
+    )
     other = sb.bayesianize(pretrained(seed=8), sb.Rank1(components=2))
     refused(other, "adapter for another base")
     head = pretrained()
@@ -195,7 +207,11 @@ def test_tied_tensors(tmp_path):
         def forward(self, ids):
             return self.head(self.first(self.table(ids)))
 
-    for method in (sb.Rank1(components=2), sb.KTied(), sb.EMP(components=2, patch=("output",), init_noise=0.1)):
+    for method in (
+        sb.Rank1(components=2),
+        sb.KTied(),
+        sb.EMP(components=2, patch=("output",), init_noise=0.1),
+    ):
         model = sb.adapt(pretrained(Tied), method)
         path = tmp_path / "adapter.safetensors"
         sb.save(model, path, adapter_only=True)

@@ -48,7 +48,9 @@ def check_merging(build, method, inputs, tolerance=1e-6, out=lambda y: y, **opti
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method(method):
-    build, inputs = (mlp, (features().double(),)) if method == "additive" else (residual_net, (images().double(),))
+    build, inputs = (
+        (mlp, (features().double(),)) if method == "additive" else (residual_net, (images().double(),))
+    )
     check_merging(build, METHODS[method](), inputs)
 
 
@@ -67,7 +69,9 @@ LAYERS = {
 def test_layers(layer, method):
     build, shape = LAYERS[layer]
     x = torch.randn(4, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    chosen = sb.EMP(3, patch=(lambda name, m: True,), init_noise=0.3, own_statistics=layer == "own statistics")
+    chosen = sb.EMP(
+        3, patch=(lambda name, m: True,), init_noise=0.3, own_statistics=layer == "own statistics"
+    )
     check_merging(
         build, chosen if method == "emp" else METHODS[method](), (x,),
         out=lambda y: y[0] if isinstance(y, tuple) else y,

@@ -125,8 +125,8 @@ def _check_base(network: nn.Module, header: dict[str, Any], path: str | os.PathL
     other = other_base(network, known)
     if other:
         raise CheckpointError(
-            f"{str(path)!r} is an adapter for another base than the given {type(network).__name__}: {len(other)} of its "
-            f"{len(known)} frozen tensors differ in numbers, type or shape ({', '.join(other[:4])}). Load the "
+            f"{str(path)!r} is an adapter for another base than the given {type(network).__name__}: {len(other)} of "
+            f"its {len(known)} frozen tensors differ in numbers, type or shape ({', '.join(other[:4])}). Load the "
             f"pretrained weights that the adapter was trained on first"
         )
 

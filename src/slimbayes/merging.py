@@ -28,7 +28,7 @@ Place = tuple[dict[str, Any], str]  # a module's store of parameters or buffers,
 
 _KEPT = "_slimbayes_merged"
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_RETYPED = (Converted, Several, Ensembled, *ACTIVE.values())
+_RETYPED: tuple[type[nn.Module], ...] = (Converted, Several, Ensembled, *ACTIVE.values())
 # What conversion gives to a module beside its class, its rule and its tensors.
 _ADDED = (
     "component_tensors", "kernels", "source", "members", "ensemble_name", "_tensor_names", "_batched", "_member",
@@ -155,7 +155,7 @@ def _chosen(record: Record, component: int | None) -> int:
 def _places(root: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
     """Where every parameter and buffer is held, each place once."""
     stores = [store for module in root.modules() for store in (module._parameters, module._buffers)]
-    return [(store, key, value) for store in stores for key, value in store.items() if value is not None]  # type: ignore[attr-defined]
+    return [(store, key, value) for store in stores for key, value in store.items() if value is not None]
 
 
 def _folded(root: nn.Module, component: int) -> Iterator[tuple[int, tuple[str, Tensor, int]]]:
@@ -207,7 +207,9 @@ def _new_tensors(root: nn.Module, component: int) -> Iterator[tuple[str, Tensor,
 
 def _check_ties(root: nn.Module, values: dict[int, tuple[str, Tensor, int]]) -> None:
     """A weight that rank-1 factors change must not be held by a layer that has none."""
-    versions = {id(old) for _, _, old in _places(root) if id(old) in values and old.shape != values[id(old)][1].shape}
+    versions = {
+        id(old) for _, _, old in _places(root) if id(old) in values and old.shape != values[id(old)][1].shape
+    }
     held: dict[int, int] = {}
     for _, _, old in _places(root):
         held[id(old)] = held.get(id(old), 0) + 1
@@ -286,5 +288,5 @@ def _retype(module: nn.Module) -> _Taken:
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
         module.flatten_parameters()
     if issubclass(kind, BayesMultiheadAttention):
-        module._qkv_same_embed_dim = module.kdim == module.embed_dim == module.vdim
+        vars(module)["_qkv_same_embed_dim"] = module.kdim == module.embed_dim == module.vdim
     return _Taken(module, kind, rule, taken)

@@ -94,7 +94,7 @@ def encode(encoder: nn.Module, tokenizer: AutoTokenizer, texts: list[str]) -> di
 def train(model: Sentiment, data: dict[int | str, Tensor], y: Tensor, epochs: int, lr: float) -> None:
     optimizer = torch.optim.AdamW(sb.parameter_groups(model, lr=lr, weight_decay=0.01))
     order = [rows for _ in range(epochs) for rows in torch.randperm(len(y)).split(32)]
-    annealing = sb.LinearAnnealing(len(order) // 2)
+    annealing = sb.LinearAnnealing(max(1, len(order) // 2))
     model.train()
     for step, rows in enumerate(order):
         draws = sb.draw(model, data[model.skip][rows], data["mask"][rows])
@@ -143,33 +143,39 @@ def compare(name: str, encoder: nn.Module, data: dict, epochs: int, seed: int) -
 
 
 def main(
-    root: str | None = None, count: int = 1500, epochs: int = 4, seeds: int = 1, names: tuple = tuple(METHODS)
-) -> dict:
+    root: str | None = None,
+    count: int = 800,
+    tests: int = 800,
+    epochs: int = 3,
+    seed: int = 0,
+    names: tuple[str, ...] = tuple(METHODS),
+) -> dict[str, dict[str, float]]:
     encoder, tokenizer = pretrained()
-    data = {"foreign": encode(encoder, tokenizer, manual(max(2, count // 5)))}
-    for part in ("train", "test"):
-        texts, data[f"{part}_y"] = reviews(root, part, count)
+    data = {"foreign": encode(encoder, tokenizer, manual(max(2, tests // 4)))}
+    for part, number in (("train", count), ("test", tests)):
+        texts, data[f"{part}_y"] = reviews(root, part, number)
         data[part] = encode(encoder, tokenizer, texts)
-    rows = {name: [compare(name, encoder, data, epochs, seed) for seed in range(seeds)] for name in names}
-    for name, runs in rows.items():
-        mean = {key: sum(run[key] for run in runs) / len(runs) for key in runs[0]}
-        print(f"{name:32}", *(f"{key} {mean[key]:.4g}" for key in mean), sep="  ")
-    return {
-        "count": count,
-        "epochs": epochs,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "rows": rows,
-    }
+    found = {}
+    for name in names:
+        found[name] = compare(name, encoder, data, epochs, seed)
+        print(
+            f"{name:32}", *(f"{key} {value:.4g}" for key, value in found[name].items()), sep="  ", flush=True
+        )
+    return found
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data-root")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--count", type=int, default=800, help="reviews to train on")
+    parser.add_argument("--tests", type=int, default=800, help="reviews to test on")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = vars(parser.parse_args())
     torch.set_num_threads(2)
-    found = main(options.data_root, seeds=options.seeds)
-    if options.output:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    output, root = options.pop("output"), options.pop("data_root")
+    rows = main(root, **options)
+    if output:
+        made = {**options, "threads": 2, "torch": torch.__version__, "rows": rows}
+        output.write_text(json.dumps(made, indent=1) + "\n")

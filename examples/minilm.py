@@ -32,7 +32,7 @@ METHODS = {
     "plain head": (sb.Deterministic(), "head", 1e-2, 1),
     "KTied head": ([HEAD], "head", 1e-2, 8),
     "plain, last block trained": (sb.Deterministic(), BLOCK + "|head", 2e-4, 1),
-    "EMP on norms, KTied head": ([HEAD, NORMS], "head", 1e-2, 8),
+    "EMP on norms, KTied head": ([HEAD, NORMS], "head", 5e-3, 8),
     "Rank1 in last block, KTied head": (
         [HEAD, (BLOCK + ".*(query|key|value|dense)", RANK1)],
         "head",
@@ -92,7 +92,8 @@ def encode(encoder: nn.Module, tokenizer: AutoTokenizer, texts: list[str]) -> di
 
 
 def train(model: Sentiment, data: dict[int | str, Tensor], y: Tensor, epochs: int, lr: float) -> None:
-    optimizer = torch.optim.AdamW(sb.parameter_groups(model, lr=lr, weight_decay=0.01))
+    groups = sb.parameter_groups(model, lr=lr, weight_decay=0.01, factor_lr_multiplier=0.3)
+    optimizer = torch.optim.AdamW(groups)
     order = [rows for _ in range(epochs) for rows in torch.randperm(len(y)).split(32)]
     annealing = sb.LinearAnnealing(max(1, len(order) // 2))
     model.train()
@@ -144,8 +145,8 @@ def compare(name: str, encoder: nn.Module, data: dict, epochs: int, seed: int) -
 
 def main(
     root: str | None = None,
-    count: int = 800,
-    tests: int = 800,
+    count: int = 640,
+    tests: int = 640,
     epochs: int = 3,
     seed: int = 0,
     names: tuple[str, ...] = tuple(METHODS),
@@ -167,8 +168,8 @@ def main(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data-root")
-    parser.add_argument("--count", type=int, default=800, help="reviews to train on")
-    parser.add_argument("--tests", type=int, default=800, help="reviews to test on")
+    parser.add_argument("--count", type=int, default=640, help="reviews to train on")
+    parser.add_argument("--tests", type=int, default=640, help="reviews to test on")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)

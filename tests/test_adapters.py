@@ -6,9 +6,11 @@ import pytest
 import torch
 from helpers_networks import METHODS, convert, features, images, mlp, residual_net, trained_step
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import slimbayes as sb
+from slimbayes import checkpoint
 
 
 def pretrained(build=mlp, seed=7):
@@ -219,3 +221,15 @@ def test_tied_tensors(tmp_path):
         same_state(again, model)
         assert again.head.weight is again.table.weight
         assert ("head.weight" in stored(path)[1]["base"]) is not isinstance(method, sb.EMP)
+
+
+@pytest.mark.parametrize("damage", [{"base": 3}, {"frozen": None}, {"frozen": [[]]}])
+def test_damaged_headers(damage, tmp_path):
+    path = tmp_path / "adapter.safetensors"
+    sb.save(sb.adapt(pretrained(), sb.Rank1(components=2)), path, adapter_only=True)
+    tensors, header = load_file(path), stored(path)[1]
+    header.update(damage)
+    header["sha256"] = checkpoint._digest(header, tensors)
+    save_file(tensors, path, metadata={"slimbayes": json.dumps(header)})
+    with pytest.raises(sb.CheckpointError, match=r"header of .* is damaged"):
+        sb.load(pretrained(), path)

@@ -1,6 +1,7 @@
 """The MiniLM example on a few made-up reviews: with a tiny random encoder always, with the real one where it is."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -92,3 +93,19 @@ def test_minilm_itself(example, root):
     row = example.main(root, count=16, tests=10, epochs=1, names=(name,))[name]
     assert row["share"] < 0.02
     assert 0.0 < row["nll"] < 1.0
+
+
+def test_recorded_figures():
+    """The page has what the file has, and what is claimed of adapters holds: their size and their time on two cores."""
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "adapters.md").read_text()
+    rows = json.loads((root / "bench" / "results" / "minilm.json").read_text())["rows"]
+    for name, row in rows.items():
+        figures = " | ".join(
+            f"{row[key]:.3f}" for key in ("nll", "ece", "accuracy", "accuracy_at_80", "aurc", "foreign_auroc")
+        )
+        size = f"{row['adapter_bytes'] / 1000:,.0f} kB, {100 * row['share']:.2f} %"
+        times = f"{row['seconds']:.0f} ({row['cpu_seconds']:.0f})"
+        assert f"| {name} | {size} | {times} | {figures} |" in page
+        if not name.startswith("plain"):
+            assert row["share"] <= 0.02 and row["seconds"] <= 300

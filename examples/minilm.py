@@ -26,7 +26,7 @@ from slimbayes.data.files import require
 BLOCK = r"encoder\.layer\.5\."  # the last of six
 HEAD = ("head", sb.KTied(rank=2))
 NORMS = (BLOCK + ".*LayerNorm", sb.EMP(components=4, init_noise=0.05))
-RANK1 = sb.Rank1(components=4, random_sign_init=-0.1, dropout_rate=0.01, kl_reduction="mean")
+RANK1 = sb.Rank1(components=4, random_sign_init=-0.1, kl_reduction="mean")
 # name: the method; what of the network is trained too; the learning rate; draws per component
 METHODS = {
     "plain head": (sb.Deterministic(), "head", 1e-2, 1),
@@ -92,8 +92,7 @@ def encode(encoder: nn.Module, tokenizer: AutoTokenizer, texts: list[str]) -> di
 
 
 def train(model: Sentiment, data: dict[int | str, Tensor], y: Tensor, epochs: int, lr: float) -> None:
-    groups = sb.parameter_groups(model, lr=lr, weight_decay=0.01, factor_lr_multiplier=0.3)
-    optimizer = torch.optim.AdamW(groups)
+    optimizer = torch.optim.AdamW(sb.parameter_groups(model, lr=lr, weight_decay=0.01))
     order = [rows for _ in range(epochs) for rows in torch.randperm(len(y)).split(32)]
     annealing = sb.LinearAnnealing(max(1, len(order) // 2))
     model.train()
@@ -145,9 +144,9 @@ def compare(name: str, encoder: nn.Module, data: dict, epochs: int, seed: int) -
 
 def main(
     root: str | None = None,
-    count: int = 640,
-    tests: int = 640,
-    epochs: int = 3,
+    count: int = 1600,
+    tests: int = 1200,
+    epochs: int = 4,
     seed: int = 0,
     names: tuple[str, ...] = tuple(METHODS),
 ) -> dict[str, dict[str, float]]:
@@ -168,9 +167,9 @@ def main(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data-root")
-    parser.add_argument("--count", type=int, default=640, help="reviews to train on")
-    parser.add_argument("--tests", type=int, default=640, help="reviews to test on")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--count", type=int, default=1600, help="reviews to train on")
+    parser.add_argument("--tests", type=int, default=1200, help="reviews to test on")
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     options = vars(parser.parse_args())

@@ -42,6 +42,7 @@ ROOMS = {
     "integrations.lightning": "For Lightning's Trainer.",
     "integrations.transformers": "For Hugging Face's Trainer.",
     "integrations.hub": "Models in a folder or on a hub.",
+    "frozen": "Every draw a fixed function, in plain modules.",
     "export": "Frozen networks as torch.export programs and ONNX files.",
 }
 
@@ -154,14 +155,10 @@ def examples() -> dict[str, str]:
 
 
 def on_config(config: Any) -> Any:
-    """The nav without pages that are awaited, and with the reference."""
-    missing = {name for name in config.extra.get("awaited", ()) if not (ROOT / "docs" / name).is_file()}
+    """The nav with the pages of the reference."""
     for section in config.nav:
-        ((title, entries),) = section.items()
-        if title == "Reference":
-            section[title] = [page for page in reference()]
-        elif isinstance(entries, list):
-            section[title] = [e for e in entries if isinstance(e, str) or not missing & set(e.values())]
+        if "Reference" in section:
+            section["Reference"] = [*reference()]
     return config
 
 

@@ -63,6 +63,12 @@ from slimbayes.integrations.hub import from_pretrained, save_pretrained
 folder = save_pretrained(model, tempfile.mkdtemp(), repo_id="me/net")
 assert torch.equal(sb.predict(from_pretrained(net(), folder), x, seed=0).mean, sb.predict(model, x, seed=0).mean)
 """
+PEFT = """
+import peft
+lora = peft.LoraConfig(r=2, target_modules=["0", "2"])
+tuned = sb.bayesianize(peft.get_peft_model(net(), lora), sb.MeanField(), include="lora_")
+sb.elbo(sb.draw(tuned, x), y, tuned, num_data=20).loss.backward()
+"""
 DATA = """
 import pyarrow, pyarrow.parquet, PIL.Image
 assert sb.data.load("digits").num_outputs == 10
@@ -121,9 +127,10 @@ FEATURES = {
     "tensorboard+train": TENSORBOARD,
     "hub": HUB,
     "transformers": TRANSFORMERS,
+    "peft": PEFT,
     "export": EXPORT,
     "int8": INT8,
-    "all": DATA + PLOTS + CLI + SKLEARN + LIGHTNING + HUB + TRANSFORMERS + EXPORT + INT8,
+    "all": DATA + PLOTS + CLI + SKLEARN + LIGHTNING + HUB + TRANSFORMERS + PEFT + EXPORT + INT8,
 }  # fmt: skip
 NOT_FEATURES = {"dev", "docs"}  # extras for those who work on slimbayes itself
 

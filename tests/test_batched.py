@@ -222,3 +222,34 @@ def test_an_ensemble_can_be_pickled_and_copied():
         again[0].weight.data.zero_()
         assert not torch.equal(sb.draw(again, x), expected)
     assert torch.equal(sb.draw(model, x), expected)
+
+
+class Twice(nn.Module):
+    """A layer under two names, and a tensor in two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = self.a
+        self.c = nn.Linear(4, 4, bias=False)
+        self.c.weight = self.a.weight
+
+    def forward(self, x):
+        return self.c(self.b(torch.relu(self.a(x))))
+
+
+@pytest.mark.parametrize("members", [True, False])
+def test_a_layer_with_two_names_stays_what_it_is(members):
+    torch.manual_seed(0)
+    model, x = sb.bayesianize(Twice(), sb.DeepEnsemble(members=3)).eval(), torch.randn(5, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with sb.fast_paths(members=members):
+        first, second = sb.draw(model, x), sb.draw(model, x)
+    assert torch.equal(first, second)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    w, b = model.a.weight, model.a.bias
+    for k in range(3):
+        hidden = nn.functional.linear(torch.relu(nn.functional.linear(x, w[k], b[k])), w[k], b[k])
+        torch.testing.assert_close(first[k], nn.functional.linear(hidden, w[k]))
+    copy.deepcopy(model)
+    torch.testing.assert_close(sb.freeze(model, draws=3, example=x)(x), first)

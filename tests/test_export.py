@@ -139,7 +139,7 @@ def test_saved_programs(linear, tmp_path):
     program = sb.export.to_program(linear, x[:1])
     path = sb.export.save_program(program, tmp_path / "deep" / "model.pt2", {"classes": ["a"]})
     torch.testing.assert_close(torch.export.load(path).module()(x), linear(x))
-    assert json.loads(path.with_suffix(".json").read_text()) == {"classes": ["a"]}
+    assert json.loads(path.with_name(f"{path.name}.json").read_text()) == {"classes": ["a"]}
     assert len(list(path.parent.iterdir())) == 2
     fixed = sb.export.to_program(linear, x, dynamic_batch=False).module()
     with pytest.raises(Exception, match=r"Guard|shape|Expected"):
@@ -206,3 +206,14 @@ def test_what_is_missing_is_named(linear, tmp_path, monkeypatch):
     for call in (sb.export.quantize, lambda other: sb.export.to_program(other, torch.randn(2, 64))):
         with pytest.raises(TypeError, match=r"what sb.freeze\(model\) returned, got Linear"):
             call(nn.Linear(1, 1))
+
+
+def test_what_a_file_says_of_itself_is_not_overwritten(tmp_path):
+    frozen = sb.freeze(sb.bayesianize(nn.Linear(3, 2), sb.Rank1()), draws=4)
+    with pytest.raises(ValueError, match="'draws', 'version'"):
+        sb.export.to_onnx(frozen, torch.zeros(2, 3), tmp_path / "a.onnx", metadata={"version": 2, "draws": 9})
+    with pytest.raises(TypeError, match="kept as JSON"):
+        sb.export.to_onnx(frozen, torch.zeros(2, 3), tmp_path / "a.onnx", metadata={"a": torch.ones(1)})
+    with pytest.raises(TypeError, match="kept as JSON"):
+        sb.export.save_program(None, tmp_path / "a.pt2", {"a": torch.ones(1)})
+    assert not list(tmp_path.iterdir())

@@ -313,3 +313,37 @@ def test_errors():
     )
     with pytest.raises(sb.RowError, match="keep the batch outermost"):
         lost(torch.randn(5, 2))
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.steps = [self.a, self.b]
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+@pytest.mark.parametrize("method", [sb.MeanField(), sb.Rank1(), sb.MCDropout()])
+def test_a_layer_that_is_reached_through_a_list_is_an_error_and_never_random(method):
+    model, x = sb.bayesianize(Listed(), method), torch.randn(4, 3)
+    with pytest.raises(RuntimeError, match=r"layer 'a' .* nn\.ModuleList"):
+        sb.freeze(model, draws=4)(x)
+    with pytest.raises((RuntimeError, sb.RowError)):
+        sb.freeze(model, draws=4, example=x)
+    assert sb.draw(model, x, samples=2).shape[1:] == (4, 2)  # the model itself is as it was
+
+
+def test_hooks_are_not_lost_in_silence():
+    net = nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    model = sb.bayesianize(net, sb.MeanField())
+    handle = model[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    with pytest.raises(ValueError, match="layer '0' has forward hooks"):
+        sb.freeze(model, draws=4)
+    handle.remove()
+    x = torch.randn(5, 3)
+    wanted = sb.draw(model.eval(), x, samples=4, noise="shared", seed=0)
+    torch.testing.assert_close(sb.freeze(model, draws=4)(x), wanted)

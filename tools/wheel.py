@@ -94,8 +94,8 @@ for words in ("--version", "info", f"train --data wine --epochs 2 --out {folder}
 SKLEARN = """
 from slimbayes.sklearn import BayesianMLPClassifier
 from sklearn.datasets import load_iris
-X, y = load_iris(return_X_y=True)
-assert BayesianMLPClassifier().fit(X, y).predict_proba(X).shape == (150, 3)
+flowers, kinds = load_iris(return_X_y=True)
+assert BayesianMLPClassifier().fit(flowers, kinds).predict_proba(flowers).shape == (150, 3)
 """
 EXPORT = """
 frozen = sb.freeze(model, draws=8, seed=0, example=x)

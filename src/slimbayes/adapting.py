@@ -31,7 +31,8 @@ def adapt(
     What a method adds: the factors of Rank1 and BatchEnsemble, the spreads of MeanField and KTied, the versions of
     EMP and ECMP, the members of DeepEnsemble. The weights stay: under MeanField and KTied they are the means.
     ``train`` selects modules whose own parameters are trained too, a new head for one; ``include`` and ``exclude``
-    are those of ``sb.bayesianize``. Save with ``sb.save(model, path, adapter_only=True)``. Returns the same model.
+    are those of ``sb.bayesianize``: texts are regular expressions found anywhere in a name, so that "1" is in "10" too
+    and r"^1$" is not. Save with ``sb.save(model, path, adapter_only=True)``. Returns the same model.
 
     >>> import slimbayes as sb
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))

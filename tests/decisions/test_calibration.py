@@ -134,3 +134,14 @@ def test_variance_scale(learn):
     assert nlls[1] == min(nlls) < -pred.log_prob(y).mean().item()
     low, high = wide.interval(0.9)
     assert 0.86 < sb.metrics.coverage(low, high, y) < 0.94
+
+
+def test_a_variance_scale_keeps_the_noise_of_every_output():
+    torch.manual_seed(0)
+    likelihood = sb.Gaussian(learn="global", outputs=2)
+    likelihood.log_precision.data = torch.tensor([0.0, math.log(100.0)])
+    targets = 2 * torch.randn(4000, 2) * torch.tensor([1.0, 0.1])  # twice the noise that is claimed
+    predictive = likelihood.predictive(torch.zeros(1, 4000, 2))
+    scale = sb.decisions.VarianceScale().fit(predictive, targets)
+    assert scale.value == pytest.approx(2.0, rel=0.03)
+    assert scale(predictive).variance[0].tolist() == pytest.approx([scale.value**2, scale.value**2 / 100], rel=1e-4)

@@ -164,3 +164,12 @@ def test_least_cost():
     )
     with pytest.raises(ValueError, match=r"costs \[2, 5\] do not fit 3 classes: give \[3, A\]"):
         least_cost(p, costs[:2])
+
+
+def test_rules_for_real_targets_say_where_not_to_answer():
+    predictive = sb.Gaussian().predictive(torch.randn(3, 600, 1, generator=torch.Generator().manual_seed(0)))
+    wrong = torch.arange(600) % 20 == 0
+    rule = sb.decisions.Abstention.for_risk(predictive, None, risk=0.2, score="variance", wrong=wrong)
+    assert rule.abstains(predictive).shape[0] == 600
+    with pytest.raises(TypeError, match="abstains"):
+        rule(predictive)

@@ -111,11 +111,13 @@ class ConformalSets:
         self.penalty, self.free = penalty, free
         self.by_class, self.allow_empty = by_class, allow_empty
         self.thresholds: Tensor | None = None  # [C], or [1] for all classes
+        self.classes: int | None = None  # C
 
     def fit(self, predictions: Any, targets: Any, seed: int | None = None) -> ConformalSets:
         """Calibrate on held-out predictions (a predictive, or probabilities [N, C]) and their classes [N]."""
         p = class_probabilities(predictions)
         y = targets_of(targets, p)
+        self.classes = p.shape[1]
         own = (
             self.scores(p, None if seed is None else seed ^ _OTHER_STREAM)
             .gather(1, y.unsqueeze(1))
@@ -158,8 +160,8 @@ class ConformalSets:
         """The sets, bool [N, C]. With a ``seed`` the random part of "aps" and "raps" repeats itself."""
         p = class_probabilities(predictions)
         limits = self._fitted().to(p.device)
-        if self.by_class and len(limits) != p.shape[1]:
-            raise ValueError(f"calibrated on {len(limits)} classes, and these predictions have {p.shape[1]}")
+        if self.classes != p.shape[1]:
+            raise ValueError(f"calibrated on {self.classes} classes, and these predictions have {p.shape[1]}")
         chosen = self.scores(p, seed) <= limits
         if not self.allow_empty:
             empty = ~chosen.any(-1)

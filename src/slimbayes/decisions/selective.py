@@ -11,6 +11,7 @@ from torch import Tensor
 from slimbayes.decisions.binomial import at_most, upper_bound
 from slimbayes.decisions.inputs import ceiling, check_share, class_probabilities
 from slimbayes.decisions.scores import Score, uncertainty
+from slimbayes.likelihoods import Gaussian
 from slimbayes.metrics.checks import as_tensor, targets_of
 
 ABSTAIN = -1
@@ -112,7 +113,12 @@ class Abstention:
         return ~(uncertainty(predictions, self.score) < self.threshold)
 
     def __call__(self, predictions: Any) -> Tensor:
-        """The most probable class of every example, −1 where the rule abstains, int64 [N]."""
+        """The most probable class of every example, −1 where the rule abstains, int64 [N].
+
+        Real targets have no class: there ``abstains`` says where not to answer.
+        """
+        if isinstance(getattr(predictions, "likelihood", None), Gaussian):
+            raise TypeError("predictions of real targets have no classes: call abstains(predictions), a mask")
         classes = class_probabilities(predictions).argmax(-1)
         return classes.masked_fill(self.abstains(predictions), ABSTAIN)
 

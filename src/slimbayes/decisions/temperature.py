@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from slimbayes.predictive import Predictive
@@ -143,6 +143,10 @@ def _scaled(predictive: Predictive, scale: float) -> Predictive:
     if likelihood.learn == "per_example":
         made = Gaussian(learn="per_example")
         moved = torch.cat((moved, log_precision - 2 * math.log(scale)), dim=-1)
+    elif likelihood.learn == "global" and likelihood.log_precision.dim():  # a noise for every output
+        made = Gaussian(learn="global", outputs=len(likelihood.log_precision))
+        narrower = likelihood.log_precision.detach() - 2 * math.log(scale)
+        made.log_precision = nn.Parameter(narrower, requires_grad=False)
     else:
         made = Gaussian(precision=float(log_precision.detach().flatten()[0].exp()) / scale**2)
     return type(predictive)(made, None, moved, predictive._weights)

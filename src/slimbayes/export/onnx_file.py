@@ -56,6 +56,7 @@ def to_onnx(
     """
     onnx = _onnx()
     flat = example_inputs(frozen, example)
+    description = json.dumps(describe(frozen, metadata))
     if program is None:
         program = to_program(frozen, example, dynamic_batch, dynamic)
     names = _input_names(frozen, flat)
@@ -68,7 +69,7 @@ def to_onnx(
         assert made is not None
         proto = made.model_proto
     _without_remarks(proto)
-    onnx.helper.set_model_props(proto, {KEY: json.dumps(describe(frozen, metadata))})
+    onnx.helper.set_model_props(proto, {KEY: description})
     if proto.ByteSize() > LARGEST:
         raise ExportError(
             f"the model has {proto.ByteSize() / 2**30:.1f} GiB, and an ONNX file holds at most 2: freeze fewer draws, "

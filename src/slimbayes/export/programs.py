@@ -83,23 +83,37 @@ def argument_names(frozen: Frozen, count: int, named: list[str]) -> list[str]:
 
 
 def save_program(program: Any, path: str | os.PathLike[str], metadata: dict[str, Any] | None = None) -> Path:
-    """Write a program for ``torch.export.load``, whole or not at all, with its metadata beside it as .json.
+    """Write a program for ``torch.export.load``, whole or not at all; its metadata beside it, as NAME.json.
 
     slimbayes itself never loads such a file: torch may unpickle parts of it. Load only files that you trust.
     """
     path = Path(path)
+    words = None if metadata is None else _as_json(metadata)
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     write_whole(path, buffer.getvalue())
-    if metadata is not None:
-        write_whole(path.with_suffix(".json"), json.dumps(metadata, indent=1))
+    if words is not None:
+        write_whole(path.with_name(f"{path.name}.json"), words)
     return path
+
+
+def _as_json(metadata: dict[str, Any]) -> str:
+    try:
+        return json.dumps(metadata, indent=1)
+    except TypeError as error:
+        raise TypeError(
+            f"metadata is kept as JSON, of numbers, texts, lists and dicts alone: {error}"
+        ) from error
 
 
 def describe(frozen: Frozen, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a file says of the model in it: methods, draws, components, seed, versions, and ``more``."""
-    content = {"format": FORMAT, "version": 1, **frozen.metadata, "versions": versions(), **(more or {})}
-    return json.loads(json.dumps(content))  # type: ignore[no-any-return]
+    content = {"format": FORMAT, "version": 1, **frozen.metadata, "versions": versions()}
+    if taken := sorted(content.keys() & (more or {}).keys()):
+        raise ValueError(
+            f"metadata has {', '.join(map(repr, taken))}, which the file says of itself: choose another name"
+        )
+    return json.loads(_as_json({**content, **(more or {})}))  # type: ignore[no-any-return]
 
 
 def example_inputs(frozen: Frozen, example: Any) -> FlatInputs:

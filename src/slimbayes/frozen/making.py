@@ -161,7 +161,7 @@ def _plan(model: nn.Module, record: Record, flat: FlatInputs, draws: int) -> Pla
 
 def _frozen_network(network: nn.Module, making: Making, plan: Plan | None) -> tuple[nn.Module, bool]:
     """The copy with every converted module replaced; whether it has masks."""
-    replaced: dict[int, nn.Module] = {}
+    replaced: dict[int, tuple[nn.Module, nn.Module]] = {}
     for module in list(network.modules()):
         made = _frozen_module(module, making)
         if made is None:
@@ -169,14 +169,40 @@ def _frozen_network(network: nn.Module, making: Making, plan: Plan | None) -> tu
         source = _source(module)
         if plan is not None and source in plan.layers:
             made.repeats = making.draws
-        replaced[id(module)] = made
+        replaced[id(module)] = (module, made)
     for module in list(network.modules()):
         for key, child in list(module._modules.items()):
             if child is not None and id(child) in replaced and id(module) not in replaced:
-                module._modules[key] = replaced[id(child)]
+                module._modules[key] = replaced[id(child)][1]
     network.__dict__.pop(ATTRIBUTE, None)
-    whole = replaced.get(id(network), network)
+    whole = replaced[id(network)][1] if id(network) in replaced else network
+    _forbid(replaced, whole)
     return whole, any(isinstance(module, Mask) for module in whole.modules())
+
+
+def _forbid(replaced: dict[int, tuple[nn.Module, nn.Module]], whole: nn.Module) -> None:
+    """Calls of what was replaced are errors: a network may hold a layer in a list, too, where it was not found."""
+    used = {id(module) for module in whole.modules()}
+    for old, _ in replaced.values():
+        if id(old) not in used:
+            old.__dict__["forward"] = functools.partial(_unreached, _source(old))
+
+
+def _unreached(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"the network calls its layer {name!r} through something that is no submodule (a list, a dict, a function), "
+        f"where freeze cannot replace it: hold its layers in nn.ModuleList or nn.ModuleDict"
+    )
+
+
+def _check_hooks(module: nn.Module) -> None:
+    """A frozen layer runs no hooks: one that changes outputs would silently be gone."""
+    theirs = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if any(not type(hook).__module__.startswith("torch.nn.utils") for hook in theirs):
+        raise ValueError(
+            f"layer {_source(module)!r} has forward hooks, which its frozen copy would not run: remove them first "
+            f"(handle.remove()), or do what they do in the network's forward"
+        )
 
 
 def _source(module: Any) -> str:
@@ -190,6 +216,8 @@ def _source(module: Any) -> str:
 def _frozen_module(module: nn.Module, making: Making) -> FrozenLayer | None:
     if isinstance(module, Ensembled):
         return Members(plain.members(module))
+    if isinstance(module, (_Active, Several, Converted)):
+        _check_hooks(module)
     if isinstance(module, _Active):
         return Masked(nn.Identity(), {0: making.mask(module.source, module.p, module.channel_axis)})
     if isinstance(module, Several):

@@ -84,7 +84,7 @@ def members(layer: Ensembled) -> list[nn.Module]:
     for k in range(layer.members):
         member: Any = copy.deepcopy(layer)
         member.__class__ = original
-        for name in ("members", "ensemble_name", "_tensor_names", "_batched", "_member"):
+        for name in ("members", "ensemble_name", "_tensor_names", "_tied", "_batched", "_member"):
             member.__dict__.pop(name, None)
         known: dict[int, Tensor] = {}
         for inside in member.modules():

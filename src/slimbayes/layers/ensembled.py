@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Ensembled(nn.Module):
     members: int
     ensemble_name: str
     _tensor_names: tuple[str, ...]
+    _tied: tuple[tuple[str, str], ...] = ()  # further places of these tensors, in other modules
     _batched: dict[str, bool]  # by kind of call
     _member: tuple[_Member]  # in a tuple, so that torch does not register it as a child of its own child
 
@@ -54,7 +55,9 @@ class Ensembled(nn.Module):
             tensors: dict[str, Tensor], member_args: tuple[Any, ...], member_kwargs: dict[str, Any]
         ) -> Any:
             own = {f"module.{name}": value for name, value in tensors.items()}
-            return functional_call(self._member[0], own, member_args, member_kwargs)
+            own |= {f"module.{place}": tensors[name] for place, name in self._tied}
+            # torch's own search for ties leaves a module that has two names with the member's tensors.
+            return functional_call(self._member[0], own, member_args, member_kwargs, tie_weights=False)
 
         def call(k: int, member_args: tuple[Any, ...], member_kwargs: dict[str, Any]) -> Any:
             return use({name: value[k] for name, value in stacked.items()}, member_args, member_kwargs)
@@ -108,6 +111,18 @@ def _empty_ensemble(original: Any) -> Ensembled:
     return kind.__new__(kind)
 
 
+def _ties(module: nn.Module, names: list[str]) -> Iterator[tuple[str, str]]:
+    """(place, name) for every place of a tensor but the one that its name is of, each module once."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    known = {id(tensors[name]): name for name in names}
+    for prefix, owner in module.named_modules():
+        for store in (owner._parameters, owner._buffers):
+            for key, value in store.items():
+                place = f"{prefix}.{key}" if prefix else key
+                if value is not None and known[id(value)] != place:
+                    yield place, known[id(value)]
+
+
 def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Module], None] | None) -> None:
     """Retype ``module`` in place: member 0 keeps its tensors, ``reset`` re-draws the others."""
     copies = [module, *(copy.deepcopy(module) for _ in range(members - 1))]
@@ -135,5 +150,6 @@ def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Mod
     module.members = members  # type: ignore[assignment]
     module.ensemble_name = name  # type: ignore[assignment]
     module._tensor_names = tuple(names)  # type: ignore[assignment]
+    module._tied = tuple(_ties(module, names))  # type: ignore[assignment]
     module._batched = {}  # type: ignore[assignment]
     module._member = (_Member(module, original),)  # type: ignore[assignment]

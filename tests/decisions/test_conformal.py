@@ -223,6 +223,6 @@ def test_intervals_refuse():
 @pytest.mark.parametrize("by_class", [False, True])
 def test_sets_are_for_the_classes_that_they_were_calibrated_on(by_class):
     p = torch.full((40, 2), 0.5)
-    sets = ConformalSets("lac", by_class=by_class).fit(p, torch.arange(40) % 2)
+    sets = sb.decisions.ConformalSets("lac", by_class=by_class).fit(p, torch.arange(40) % 2)
     with pytest.raises(ValueError, match="calibrated on 2 classes, and these predictions have 3"):
         sets(torch.full((5, 3), 1 / 3))

@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from slimbayes.sklearn import (  # noqa: E402
     BayesianNetRegressor,
 )
 from slimbayes.sklearn.loop import train_noise  # noqa: E402
+from slimbayes.sklearn.scaling import Standardization  # noqa: E402
 
 # What scikit-learn's checks need to learn in a fraction of the default steps.
 QUICK = {"epochs": 15, "lr": 0.03, "hidden_layer_sizes": (16,)}
@@ -184,6 +186,8 @@ def test_parameters_of_the_method():
         ({"validation_fraction": 1}, "validation_fraction=1"),
         ({"hidden_layer_sizes": (4, 0)}, r"hidden_layer_sizes=\(4, 0\)"),
         ({"hidden_layer_sizes": "wide"}, "hidden_layer_sizes='wide'"),
+        ({"hidden_layer_sizes": "64"}, "hidden_layer_sizes='64'"),
+        ({"hidden_layer_sizes": (8.7,)}, r"hidden_layer_sizes=\(8.7,\)"),
         ({"activation": "step"}, "activation='step' is unknown"),
         ({"device": "abacus"}, "device='abacus' is no device"),
     ],
@@ -301,3 +305,80 @@ def test_what_is_not_fitted_says_so(tmp_path):
             model.predict_uncertainty([[0.0]])
         with pytest.raises(NotFittedError):
             model.save(tmp_path / "a")
+
+
+@pytest.mark.parametrize("weights", [None, np.where(np.arange(1000) == 0, 0.0, 0.3)])
+def test_a_constant_column_among_others_has_scale_one(weights):
+    Z = np.random.default_rng(0).normal(size=(1000, 3))
+    Z[:, 2] = 0.1
+    if weights is not None:
+        Z[0, 2] = 5.0  # counts nothing
+    found = Standardization.of(Z, weights)
+    assert found.mean[2] == 0.1 and found.scale[2] == 1.0
+    assert np.allclose(found.scale[:2], np.sqrt(np.cov(Z[:, :2].T, aweights=weights, ddof=0).diagonal()))
+
+
+def test_a_small_spread_far_from_zero_is_kept():
+    column = 1e6 + 1e-3 * np.random.default_rng(0).normal(size=(1000, 1))
+    assert Standardization.of(column).scale == pytest.approx(1e-3, rel=0.1)
+
+
+def test_constant_targets_are_predicted():
+    X = np.random.default_rng(0).normal(size=(1000, 2))
+    y = np.stack([X[:, 0], np.full(1000, 0.1)], 1)
+    model = BayesianMLPRegressor(**{**SHORT, "epochs": 1}).fit(X, y)
+    assert model.target_scaling_.scale[1] == 1.0 and model.target_scaling_.mean[1] == 0.1
+
+
+def test_a_fit_that_fails_leaves_nothing_to_predict_with(wave):
+    x, y = wave[0]
+    model = BayesianMLPRegressor(**SHORT).partial_fit(x, y)
+    with pytest.raises(ValueError, match="activation='nope'"):
+        model.set_params(activation="nope").fit(x, 100 * y)
+    with pytest.raises(NotFittedError):
+        model.predict(x)
+    model.set_params(activation="relu").partial_fit(x, y)  # anew, with an optimizer of its own
+    assert model.n_iter_ == 1 and np.isfinite(model.predict(x)).all()
+    narrow = BayesianNetRegressor(network=nn.Linear(1, 1), epochs=1).fit(x, y)
+    with pytest.raises(ValueError, match="these targets need"):  # after the network was built
+        narrow.fit(x, np.stack([y, y], 1))
+    with pytest.raises(NotFittedError):
+        narrow.predict(x)
+
+
+def test_classes_of_a_partial_fit_that_failed_are_forgotten():
+    model = BayesianMLPClassifier(**SHORT)
+    with pytest.raises(ValueError, match="NaN"):
+        model.partial_fit([[np.nan], [1.0]], [0, 1], classes=[0, 1, 2])
+    assert model.fit([[0.0], [1.0]], [0, 1]).classes_.tolist() == [0, 1]
+
+
+def test_integers_of_numpy_are_whole_numbers(wave):
+    x, y = wave[0]
+    two = np.int64(2)
+    options = {
+        "samples": two,
+        "train_samples": two,
+        "epochs": two,
+        "batch_size": 32 * two,
+    }
+    for sizes in (4 * two, (4 * two,), np.array([8])):
+        model = BayesianMLPRegressor(hidden_layer_sizes=sizes, **options).fit(x, y)
+        assert np.isfinite(model.predict(x)).all() and model.sample_y(x, two).shape == (300, 2)
+
+
+def test_arrays_that_are_read_only_need_no_standardisation(wave):
+    x, y = (part.copy() for part in wave[0])
+    x.flags.writeable = y.flags.writeable = False
+    model = BayesianMLPRegressor(**SHORT, standardize=False, standardize_targets=False).fit(x, y)
+    assert np.isfinite(model.predict(x)).all()
+
+
+def test_a_regressor_stops_early_without_a_warning():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(80, 2))
+    model = BayesianMLPRegressor(epochs=4, early_stopping=True, n_iter_no_change=np.int64(2), random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(X, X[:, 0])
+    assert 1 <= model.n_iter_ <= 4 and len(model.validation_curve_) == model.n_iter_

@@ -17,7 +17,12 @@ from safetensors.torch import save as serialize  # noqa: E402
 
 import slimbayes.sklearn  # noqa: E402
 from slimbayes.checkpoint import read_tensors  # noqa: E402
-from slimbayes.sklearn import BayesianMLPClassifier, BayesianMLPRegressor, BayesianNetRegressor  # noqa: E402
+from slimbayes.sklearn import (  # noqa: E402
+    BayesianMLPClassifier,
+    BayesianMLPRegressor,
+    BayesianNetClassifier,
+    BayesianNetRegressor,
+)
 from slimbayes.sklearn.saving import HEADER, method_text  # noqa: E402
 
 SHORT = {"hidden_layer_sizes": (8,), "epochs": 2, "random_state": 0}
@@ -121,5 +126,25 @@ def test_what_has_no_text_cannot_be_saved(table, tmp_path):
     model = BayesianMLPClassifier(**SHORT).fit(X, (y > 0).astype(int))
     model.classes_ = np.unique(labels)
     with pytest.raises(ValueError, match="neither texts nor numbers"):
+        model.save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_networks_of_half_precision_come_back(dtype, table, tmp_path):
+    X, y = table[0].to_numpy(np.float32), (table[1] > 0).astype(int)
+    network = nn.Linear(3, 2).to(dtype)
+    model = BayesianNetClassifier(network=network, method="MeanField", epochs=1, random_state=0).fit(X, y)
+    model.save(tmp_path / "model")
+    again = slimbayes.sklearn.load(tmp_path / "model", network=network)
+    assert next(again.model_.parameters()).dtype == dtype
+    assert np.array_equal(model.predict_proba(X), again.predict_proba(X))
+
+
+def test_other_types_of_numbers_are_not_saved(table, tmp_path):
+    X, y = table
+    model = BayesianMLPRegressor(**SHORT).fit(X, y)
+    model.model_ = nn.Linear(3, 1).to(torch.float8_e5m2)
+    with pytest.raises(ValueError, match="float8_e5m2 numbers cannot be saved: use one of float64"):
         model.save(tmp_path / "model")
     assert not (tmp_path / "model").exists()

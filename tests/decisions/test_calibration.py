@@ -144,4 +144,6 @@ def test_a_variance_scale_keeps_the_noise_of_every_output():
     predictive = likelihood.predictive(torch.zeros(1, 4000, 2))
     scale = sb.decisions.VarianceScale().fit(predictive, targets)
     assert scale.value == pytest.approx(2.0, rel=0.03)
-    assert scale(predictive).variance[0].tolist() == pytest.approx([scale.value**2, scale.value**2 / 100], rel=1e-4)
+    assert scale(predictive).variance[0].tolist() == pytest.approx(
+        [scale.value**2, scale.value**2 / 100], rel=1e-4
+    )

@@ -5,12 +5,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import slimbayes as sb
 
 pl = pytest.importorskip("lightning.pytorch")
 from slimbayes.integrations.lightning import BayesianModule, KLAnnealing  # noqa: E402
+from slimbayes.integrations.steps import size_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
 X = torch.randn(90, 4, generator=torch.Generator().manual_seed(0))
@@ -138,7 +139,37 @@ def test_a_schedule_in_steps_is_taken_as_it_is():
     assert callback.state_dict()["values"] == {"coefficient": 0.25, "every": 2}
     other = KLAnnealing(sb.LinearAnnealing(7))
     other.load_state_dict(callback.state_dict())  # what is given in steps stays
-    assert other._resolved is None
+    assert other._loaded is None
+
+
+def test_a_reused_callback_takes_the_length_of_each_run(tmp_path):
+    callback, data, module = KLAnnealing(1.0), loader(batch_size=45), BayesianModule(network())
+    for epochs, steps in ((1, 2), (2, 4)):
+        weights = Weights()
+        loop = trainer(max_epochs=epochs, callbacks=[callback, weights])
+        loop.fit(module, data)
+        assert weights.seen == [(step + 1) / steps for step in range(steps)]
+    loop.save_checkpoint(tmp_path / "state.ckpt")  # of 4 steps
+    loop.test(module, data, ckpt_path=tmp_path / "state.ckpt", verbose=False)
+    weights = Weights()
+    trainer(max_epochs=1, callbacks=[callback, weights]).fit(module, data)
+    assert weights.seen == [0.5, 1.0]
+    module.kl_weight = 0.5  # what goes wrong outside of training leaves the weight alone
+    callback.on_exception(loop, module, RuntimeError())
+    assert module.kl_weight == 0.5
+
+
+@pytest.mark.parametrize("saved", [sb.Gaussian(precision=4.0), sb.Bernoulli()])
+def test_a_checkpoint_is_not_loaded_with_another_likelihood(tmp_path, saved):
+    module, path = BayesianModule(network(outputs=1), 90, saved), tmp_path / "state.ckpt"
+    loop = trainer(max_steps=1)
+    loop.fit(module, loader(Y.float().unsqueeze(1)))
+    loop.save_checkpoint(path)
+    name = type(saved).__name__
+    with pytest.raises(ValueError, match=rf"trained with {name}\(.*has Categorical.*likelihood=sb\.{name}\("):
+        BayesianModule.load_from_checkpoint(path, network=network(outputs=1))
+    loaded = BayesianModule.load_from_checkpoint(path, network=network(outputs=1), likelihood=saved)
+    assert loaded.likelihood is saved and loaded.num_data == 90
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -182,6 +213,16 @@ def test_the_number_of_examples():
     module = BayesianModule(net)
     trainer(max_steps=1).fit(module, subset)
     assert module.num_data == 50
+    trainer(max_steps=1).fit(module, loader())  # looked up anew
+    assert module.num_data == 90
+    module.num_data = 70  # what is given stays
+    trainer(max_steps=1).fit(module, loader())
+    assert module.num_data == 70
+    batches = BatchSampler(SubsetRandomSampler(range(40)), 20, False)
+    assert size_of(DataLoader(TensorDataset(X, Y), batch_sampler=batches)) == 40
+    whole = DataLoader([(X, Y)], batch_size=None)  # one item of 90 examples
+    with pytest.raises(ValueError, match="batch_size=None"):
+        trainer(max_steps=1).fit(BayesianModule(net), whole)
 
     class Data(pl.LightningDataModule):
         num_data = 1000

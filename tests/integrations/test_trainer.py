@@ -8,6 +8,7 @@ import slimbayes as sb
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from slimbayes.integrations.scoring import aligned  # noqa: E402
 from slimbayes.integrations.transformers import BayesianTrainer, elbo_loss  # noqa: E402
 
 SIZES = {
@@ -210,6 +211,28 @@ def test_half_precision_and_several_labels(tmp_path):
     assert 0 < found.metrics["test_loss"] < 5
 
 
+def test_real_targets_are_evaluated(tmp_path):
+    """The learned noise has a gradient, which must not reach what becomes numpy."""
+    rows, model = [{**row, "labels": float(row["labels"])} for row in sentences(9)], bert(num_labels=1)
+    loop = trainer(model, tmp_path, rows, eval_dataset=rows, predict_samples=2)
+    batch = collate(rows)
+    found = sb.predict(model, samples=2, seed=0, likelihood=loop.likelihood, **inputs_of(batch))
+    nll = -found.log_prob(batch["labels"]).mean().item()
+    assert loop.evaluate()["eval_loss"] == pytest.approx(nll, abs=1e-5)
+    assert np.allclose(loop.predict(rows).predictions, found.mean.detach(), atol=1e-5)
+
+
+def test_a_subclass_of_a_causal_model_is_causal():
+    class Ours(transformers.GPT2LMHeadModel):
+        pass
+
+    config = transformers.GPT2Config(vocab_size=60, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    draws, labels = torch.zeros(1, 2, 6, 60), torch.arange(12).reshape(2, 6)
+    ours, targets = aligned(Ours(config), draws, labels)
+    assert ours.shape == (1, 2, 5, 60) and torch.equal(targets, labels[:, 1:])
+    assert aligned(bert(), draws, labels)[1] is labels
+
+
 def test_a_causal_model_is_scored_at_the_next_token(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
@@ -225,6 +248,27 @@ def test_a_causal_model_is_scored_at_the_next_token(tmp_path):
     assert loss.item() == pytest.approx((nll + sb.kl(model) / 100).item(), rel=1e-5)
     evaluated, logits, kept = loop.prediction_step(model, {"input_ids": ids, "labels": labels}, False)
     assert logits.shape == (4, 6, 60) and torch.equal(kept, labels) and evaluated.isfinite()
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_shares_of_a_causal_step_add_up(tmp_path, kind):
+    """Trainer counts the first label of a row for one and not for the other."""
+    model = sb.bayesianize(causal(kind), sb.KTied(), include="lm_head")
+    batches = [{"input_ids": ids, "labels": ids.clone()} for ids in torch.randint(60, (2, 3, 6))]
+    batches[1]["labels"][:, 2:] = -100
+    losses = [elbo_loss(model, num_data=6, kl_weight=weight) for weight in (0.0, 1.0)]
+    loop = transformers.Trainer(model, options(tmp_path), compute_loss_func=losses[0])
+    _, count = loop.get_batch_samples(iter(batches), 2, torch.device("cpu"))
+    outputs = {"logits": torch.zeros(3, 6, 60)}
+    without, with_kl = (sum(loss(outputs, batch["labels"], count) for batch in batches) for loss in losses)
+    assert (with_kl - without).item() == pytest.approx(sb.kl(model).item() / 6, rel=1e-4)
+
+
+def causal(kind):
+    if kind == "LlamaForCausalLM":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2))
+    config = transformers.GPT2Config(vocab_size=60, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    return transformers.GPT2LMHeadModel(config)
 
 
 def test_distributed_training_sees_the_kl(tmp_path):

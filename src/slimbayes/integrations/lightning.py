@@ -28,6 +28,7 @@ pl = extras.need("lightning.pytorch", "slimbayes.integrations.lightning", "light
 
 METRICS = ("nll", "accuracy", "ece", "rmse", "log_predictive_density")  # those of them that the task has
 Batch = Any
+_LIKELIHOOD = "slimbayes_likelihood"  # its key in a checkpoint
 
 
 class BayesianModule(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -71,7 +72,9 @@ class BayesianModule(pl.LightningModule):  # type: ignore[misc, name-defined]
         find_record(network)
         self.network = network
         self.likelihood = Categorical() if likelihood is None else likelihood
-        self.num_data, self.kl_weight, self.reduction = num_data, kl_weight, reduction
+        self._given_num_data = num_data
+        self._found_num_data: int | None = None
+        self.kl_weight, self.reduction = kl_weight, reduction
         self.samples, self.predict_samples, self.noise, self.seed = samples, predict_samples, noise, seed
         self.lr, self.weight_decay, self.optimizer = lr, weight_decay, optimizer
         self.metrics = metrics
@@ -79,6 +82,15 @@ class BayesianModule(pl.LightningModule):  # type: ignore[misc, name-defined]
         self.save_hyperparameters(ignore=["network", "likelihood", "optimizer", "unpack", "select"])
         self._evaluations: dict[int, Evaluation] = {}
         self._seen: Counter[int] = Counter()  # examples, by loader: what their noise is keyed by
+
+    @property
+    def num_data(self) -> int | None:
+        """The number of training examples: what was given, else what the last fit found."""
+        return self._found_num_data if self._given_num_data is None else self._given_num_data
+
+    @num_data.setter
+    def num_data(self, value: int | None) -> None:
+        self._given_num_data = value
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The network's outputs, [components × samples, batch, ...]."""
@@ -100,9 +112,22 @@ class BayesianModule(pl.LightningModule):  # type: ignore[misc, name-defined]
         return self.optimizer(groups)
 
     def on_train_start(self) -> None:
-        """Find the number of training examples where it was not given."""
-        if self.num_data is None:
-            self.num_data = _num_data(self.trainer)
+        """Find the number of training examples where it was not given, anew in every fit."""
+        if self._given_num_data is None:
+            self._found_num_data = _num_data(self.trainer)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note the likelihood: one without parameters leaves no trace in the state."""
+        checkpoint[_LIKELIHOOD] = {"kind": type(self.likelihood).__name__, "options": repr(self.likelihood)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raise if the checkpoint is of another kind of likelihood."""
+        saved, kind = checkpoint.get(_LIKELIHOOD), type(self.likelihood).__name__
+        if saved is not None and saved["kind"] != kind:
+            raise ValueError(
+                f"the checkpoint was trained with {saved['options']}, and this module has {self.likelihood!r}: pass "
+                f"likelihood=sb.{saved['kind']}(...), which checkpoints do not hold"
+            )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of a batch; logs train_loss, train_nll, train_kl and kl_weight."""
@@ -246,41 +271,50 @@ class KLAnnealing(pl.Callback):  # type: ignore[misc, name-defined]
                 f"start={start!r} goes with a share of the run; {schedule!r} is a schedule of its own"
             )
         self.schedule, self.start = schedule, start
-        self._resolved: Schedule | None = None
-        self._full = 1.0
+        self._loaded: Schedule | None = None  # of a checkpoint, for the next start alone
+        self._resolved: Schedule | None = None  # of the run, kept after its end for checkpoints written then
+        self._full: float | None = None  # the module's own weight, while it trains
 
     def __repr__(self) -> str:
         tail = f", start={self.start}" if self.start else ""
         return f"KLAnnealing({self.schedule!r}{tail})"
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Turn a share into steps, once."""
+        """Turn a share into steps of this run, or go on with the schedule of a checkpoint."""
         if not hasattr(pl_module, "kl_weight"):
             raise TypeError(
                 f"KLAnnealing sets kl_weight, which {type(pl_module).__name__} does not have: train a BayesianModule, "
                 "or give your module that attribute and use it in its loss"
             )
         self._full = pl_module.kl_weight
+        self._resolved, self._loaded = self._loaded, None
         if self._resolved is None:
             self._resolved = schedule_of(self.schedule, trainer.estimated_stepping_batches, self.start)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Set the weight."""
-        assert self._resolved is not None
+        assert self._resolved is not None and self._full is not None
         pl_module.kl_weight = self._full * self._resolved(trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give the module its own weight back."""
-        pl_module.kl_weight = self._full
+        self._give_back(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Give the module its own weight back."""
-        if self._resolved is not None:
-            pl_module.kl_weight = self._full
+        self._give_back(pl_module)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget a schedule that a test or a validation loaded with its checkpoint: no run goes on with it."""
+        self._loaded = None
+
+    def _give_back(self, pl_module: Any) -> None:
+        if self._full is not None:
+            pl_module.kl_weight, self._full = self._full, None
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule as numbers; one of your own is not kept."""
-        known = self._resolved
+        known = self._resolved if self._loaded is None else self._loaded
         if type(known) in (LinearAnnealing, StepAnnealing):
             return {"kind": type(known).__name__, "values": dict(vars(known))}
         return {}
@@ -289,7 +323,7 @@ class KLAnnealing(pl.Callback):  # type: ignore[misc, name-defined]
         """Go on with the saved schedule, unless this one has another given in steps."""
         if state_dict and not callable(self.schedule):
             kinds: dict[str, Any] = {"LinearAnnealing": LinearAnnealing, "StepAnnealing": StepAnnealing}
-            self._resolved = kinds[state_dict["kind"]](**state_dict["values"])
+            self._loaded = kinds[state_dict["kind"]](**state_dict["values"])
 
 
 def _num_data(trainer: Any) -> int:
@@ -297,7 +331,8 @@ def _num_data(trainer: Any) -> int:
     found = known if isinstance(known, int) else size_of(trainer.train_dataloader)
     if not found:
         raise ValueError(
-            "the number of training examples is unknown, because the training data do not say how long they are: pass "
+            "the number of training examples is unknown, because the training data do not say how long they are or "
+            "their loader has batch_size=None, by which an item may be a whole batch: pass "
             "BayesianModule(network, num_data=...), which scales the KL"
         )
     return found

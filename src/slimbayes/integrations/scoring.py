@@ -76,8 +76,23 @@ def shaped(labels: Tensor, likelihood: Likelihood) -> Tensor:
     return labels.float() if isinstance(likelihood, Gaussian) and not labels.is_floating_point() else labels
 
 
+def base_of(model: nn.Module) -> nn.Module:
+    """The model of transformers inside of wrappers and of PEFT's own.
+
+    >>> base_of(nn.Linear(1, 1))
+    Linear(in_features=1, out_features=1, bias=True)
+    """
+    inner = unwrap(model)
+    find: Any = getattr(inner, "get_base_model", None)
+    base = find() if callable(find) else inner
+    return base if isinstance(base, nn.Module) else inner
+
+
 def aligned(model: nn.Module, draws: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Draws and labels of the same positions: a causal model's output is of the next one."""
-    if type(unwrap(model)).__name__.endswith(CAUSAL) and labels.dim() == 2:
+    # Subclasses of your own have any name: those of the classes above them count, too.
+    kinds = (*type(unwrap(model)).__mro__, *type(base_of(model)).__mro__)
+    names = (kind.__name__ for kind in kinds)
+    if labels.dim() == 2 and any(name.endswith(CAUSAL) for name in names):
         return draws[:, :, :-1], labels[:, 1:]
     return draws, labels

@@ -44,11 +44,17 @@ def unpack(batch: Any) -> tuple[Any, Tensor | None]:
 def size_of(loader: Any) -> int | None:
     """The number of training examples behind a DataLoader, or None where it does not say.
 
+    Without batches (batch_size=None) an item may be an example or a batch of any size: that says nothing.
+
     >>> from torch.utils.data import DataLoader
     >>> size_of(DataLoader([1, 2, 3], batch_size=2)), size_of([[1, 2], [3]])
     (3, None)
     """
-    sampler = getattr(loader, "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is None and getattr(loader, "batch_size", 0) is None:
+        return None
+    # Where batch_sampler= was given, the loader's own sampler is not the one that is used.
+    sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
     source: Any = sampler if isinstance(sampler, SubsetRandomSampler) else getattr(loader, "dataset", None)
     try:
         return len(source)

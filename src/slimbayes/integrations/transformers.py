@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from slimbayes import extras
 from slimbayes.draws import draw
 from slimbayes.files import write_whole
-from slimbayes.integrations.scoring import aligned, likelihood_of, mean_logits, shaped, whole
+from slimbayes.integrations.scoring import aligned, base_of, likelihood_of, mean_logits, shaped, whole
 from slimbayes.integrations.steps import Schedule, check_shares, schedule_of
 from slimbayes.likelihoods import Likelihood
 from slimbayes.objective import ELBO, elbo, parameter_groups
@@ -143,13 +144,14 @@ class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
                 loss = loss * (len(labels) * self._step_batches / self._step_rows)
         return (loss, output) if return_outputs else loss
 
+    @torch.no_grad()  # of all of it: a likelihood that learns has gradients of its own, and results become numpy
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(−log p̄(y) per row, log p̄, labels) of a batch, from ``predict_samples`` draws per component."""
         inputs, labels = self._split(self._prepare_inputs(inputs))
         seed = None if self.seed is None else self.seed + (self.args.process_index << 32)
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with self.compute_loss_context_manager():
             found = predict(
                 model,
                 samples=self.predict_samples,
@@ -272,6 +274,7 @@ def elbo_loss(
     """
     find_record(model)
     scorer = likelihood_of(model) if likelihood is None else likelihood
+    shifted = _counts_shifted(model)
 
     def compute_loss_func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         logits = outputs["logits"] if isinstance(outputs, Mapping) else scored(outputs)
@@ -280,11 +283,26 @@ def elbo_loss(
         found: ELBO = elbo(draws, targets, model, num_data, scorer, kl_weight=weight)
         if num_items_in_batch is None:
             return found.loss
-        # Trainer adds the losses of a step's batches up, and counts labels that are not −100.
-        share: Tensor = targets.ne(-100).sum() / num_items_in_batch
+        # Trainer adds the losses of a step's batches up: what it counted is counted here, so that shares add up to 1.
+        counted = labels[..., 1:] if shifted else labels
+        share: Tensor = counted.ne(-100).sum() / num_items_in_batch
         return found.loss * share
 
     return compute_loss_func
+
+
+def _counts_shifted(model: nn.Module) -> bool:
+    """Whether Trainer leaves the first label of a row out of num_items_in_batch.
+
+    Newer versions do, and for models of one loss type alone: LlamaForCausalLM is one, GPT2LMHeadModel is not.
+    """
+    if "_loss_shifts_labels" not in inspect.unwrap(transformers.Trainer.__init__).__code__.co_names:
+        return False
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    inner = base_of(model)
+    decoder_alone = not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+    return decoder_alone and LOSS_MAPPING.get(getattr(inner, "loss_type", None) or "") is ForCausalLMLoss
 
 
 def _rows(batch: Mapping[str, Any]) -> int:

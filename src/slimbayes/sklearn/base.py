@@ -6,7 +6,7 @@ import dataclasses
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,11 @@ NESTED = "method__"
 # bounds the KL of their mixture, so that a weight of 1 is an ELBO; the sum, K times as much, underfits tables of a few
 # hundred rows.
 METHOD = "Rank1(components=4, random_sign_init=0.5, prior=Normal(0.0, 1.0), kl_reduction='mean')"
+
+
+def _shared(values: Any) -> Tensor:
+    """An array as a tensor; read-only ones, which torch does not take, are copied."""
+    return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -89,32 +94,47 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         The loss is −Σ_i (w_i/W) E_q[log p(y_i|x_i, θ)] + kl_weight · β_t · KL(q‖p)/W with W = Σ_i w_i, the weighted
         ELBO per unit of weight: a row of weight 2 counts as the same row twice, one of weight 0 as absent.
         """
-        X, y, weights = self._begin(X, y, sample_weight, first=True)
-        with self._randomness() as generator:
-            data, held_out = (X, y, weights), None
-            if self.early_stopping:
-                data, held_out = self._hold_out(X, y, weights, generator)
-            rows = self._start(*data)
-            validation = None if held_out is None else self._rows(*held_out)
-            plan = self._plan(rows.total, len(rows))
-            optimizer = make_optimizer(self.model_, self.likelihood_, plan)
-            outcome = train(self.model_, self.likelihood_, rows, plan, optimizer, validation)
-        self.__dict__.pop("_optimizer", None)
-        self._finish(outcome, rows, first=True)
+        with self._anew():
+            X, y, weights = self._begin(X, y, sample_weight, first=True)
+            with self._randomness() as generator:
+                data, held_out = (X, y, weights), None
+                if self.early_stopping:
+                    data, held_out = self._hold_out(X, y, weights, generator)
+                rows = self._start(*data)
+                validation = None if held_out is None else self._rows(*held_out)
+                plan = self._plan(rows.total, len(rows))
+                optimizer = make_optimizer(self.model_, self.likelihood_, plan)
+                outcome = train(self.model_, self.likelihood_, rows, plan, optimizer, validation)
+            self._finish(outcome, rows, first=True)
         return self
+
+    @contextmanager
+    def _anew(self) -> Iterator[None]:
+        """Not fitted until this ends well: an old network, or half a new one, does not fit the new scaling."""
+        self._forget()
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        for name in ("model_", "_optimizer"):
+            self.__dict__.pop(name, None)
 
     def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Any:
         """One epoch over these rows, from where the last call ended."""
         first = not hasattr(self, "model_")
-        X, y, weights = self._begin(X, y, sample_weight, first)
-        with self._randomness(advance=not first):
-            rows = self._start(X, y, weights) if first else self._rows(X, y, weights)
-            seen = 0.0 if first else self.weight_seen_
-            plan = self._plan(seen + rows.total, len(rows), continued=True)
-            if "_optimizer" not in self.__dict__:
-                self._optimizer = make_optimizer(self.model_, self.likelihood_, plan)
-            outcome = train(self.model_, self.likelihood_, rows, plan, self._optimizer)
-        self._finish(outcome, rows, first)
+        with self._anew() if first else nullcontext():
+            X, y, weights = self._begin(X, y, sample_weight, first)
+            with self._randomness(advance=not first):
+                rows = self._start(X, y, weights) if first else self._rows(X, y, weights)
+                seen = 0.0 if first else self.weight_seen_
+                plan = self._plan(seen + rows.total, len(rows), continued=True)
+                if "_optimizer" not in self.__dict__:
+                    self._optimizer = make_optimizer(self.model_, self.likelihood_, plan)
+                outcome = train(self.model_, self.likelihood_, rows, plan, self._optimizer)
+            self._finish(outcome, rows, first)
         return self
 
     def _check_input(self, X: Any, **options: Any) -> Any:
@@ -167,7 +187,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _rows(self, X: Any, y: Any, weights: Any) -> Rows:
         dtype, device = dtype_of(self.model_), place_of(self.model_)
-        targets = torch.as_tensor(y).to(device)
+        targets = _shared(y).to(device)
         if targets.is_floating_point():
             targets = targets.to(dtype)
         total, relative = float(len(X)), None
@@ -178,22 +198,22 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         return Rows(self._tensor(X), targets, relative, total)
 
     def _tensor(self, X: Any) -> Tensor:
-        values = torch.from_numpy(np.ascontiguousarray(self.scaling_.apply(X)))
+        values = _shared(self.scaling_.apply(X))
         return values.to(dtype_of(self.model_)).to(place_of(self.model_))
 
     def _plan(self, total: float, rows: int, continued: bool = False) -> Plan:
         size = BATCH if self.batch_size == "auto" else int(self.batch_size)
         return Plan(
-            epochs=1 if continued else self.epochs,
+            epochs=1 if continued else int(self.epochs),  # NumPy's integers are no int to torch
             batch_size=min(size, rows),
             lr=self.lr,
             weight_decay=self.weight_decay,
             kl_weight=self.kl_weight,
             kl_annealing=0.0 if continued else self.kl_annealing,
-            samples=self.train_samples,
+            samples=int(self.train_samples),
             noise=train_noise(self.noise, self.model_),
             num_data=total if self.num_data is None else float(self.num_data),
-            patience=self.n_iter_no_change if self.early_stopping and not continued else None,
+            patience=int(self.n_iter_no_change) if self.early_stopping and not continued else None,
             decay_lr=not continued,
             say=print if self.verbose else None,
         )
@@ -243,7 +263,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         return predict(
             self.model_,
             self._tensor(X),
-            samples=self.samples if noisy else 1,
+            samples=int(self.samples) if noisy else 1,
             noise="shared",
             seed=self._seed,
             likelihood=self.likelihood_,

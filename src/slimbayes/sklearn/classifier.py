@@ -38,12 +38,15 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
                 raise ValueError(
                     f"classes={given.tolist()} are not those of the first call, {first}: use fit for others"
                 )
-            self._given_classes = given
+            self._given_classes = given  # for this call alone
         elif not hasattr(self, "model_"):
             raise ValueError(
                 "classes must be passed on the first call to partial_fit: y may not hold all of them"
             )
-        return self._partial_fit(X, y, sample_weight)
+        try:
+            return self._partial_fit(X, y, sample_weight)
+        finally:
+            self.__dict__.pop("_given_classes", None)
 
     def predict(self, X: Any) -> Any:
         """The most probable class of every row."""
@@ -90,7 +93,7 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         y = column_or_1d(y, warn=True)
         check_classification_targets(y)
         if first:
-            given = self.__dict__.pop("_given_classes", None)
+            given = self.__dict__.get("_given_classes")
             self.classes_ = np.unique(y) if given is None else given
         index = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         if not np.array_equal(self.classes_[index], y):

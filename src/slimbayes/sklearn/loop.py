@@ -191,6 +191,7 @@ def _state(model: nn.Module, likelihood: Likelihood) -> dict[str, dict[str, Tens
     return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
 
 
+@torch.no_grad()
 def negative_log_likelihood(model: nn.Module, likelihood: Likelihood, rows: Rows, plan: Plan) -> float:
     """−Σ w_i log p(y_i|x_i) / Σ w_i of the mixture of a few draws, the same ones each time."""
     noisy = any(method.traits.noisy for method in find_record(model).methods)

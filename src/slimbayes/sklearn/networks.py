@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import numbers
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +30,10 @@ def dense_network(features: int, hidden: Any, outputs: int, activation: str, dty
     >>> dense_network(3, (8,), 2, "tanh", torch.float64).output
     Linear(in_features=8, out_features=2, bias=True)
     """
-    sizes = [hidden] if isinstance(hidden, int) else hidden
+    sizes: Any = [hidden] if isinstance(hidden, numbers.Integral) else hidden
     try:
-        sizes = [int(size) for size in sizes]
-    except (TypeError, ValueError):
+        sizes = [operator.index(size) for size in sizes]
+    except TypeError:
         sizes = [0]
     if not all(size > 0 for size in sizes):
         raise ValueError(f"hidden_layer_sizes={hidden!r}: give whole numbers of at least 1, such as (64, 64)")

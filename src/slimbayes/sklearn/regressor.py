@@ -68,7 +68,7 @@ class Regressor(RegressorMixin, Estimator):  # type: ignore[misc]
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Any:
         """Targets drawn from the predictive distribution, [rows, n_samples] or [rows, targets, n_samples]."""
         generator = torch.Generator().manual_seed(int(check_random_state(random_state).randint(2**31 - 1)))
-        values = self._predictive(X).sample(n_samples, generator)  # [n_samples, rows, targets]
+        values = self._predictive(X).sample(int(n_samples), generator)  # [n_samples, rows, targets]
         return np.moveaxis(np.stack([self._shaped(self.target_scaling_.restore(v)) for v in values]), 0, -1)
 
     def _target_options(self) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from torch import Tensor
 from slimbayes.checkpoint import CheckpointError, load, read_tensors, save
 from slimbayes.files import write_whole
 from slimbayes.methods import Method
+from slimbayes.sklearn.parameters import dtype_of
 from slimbayes.sklearn.scaling import Standardization
 from slimbayes.specs import SpecError, parse_method
 
 FORMAT = 1
 HEADER = "slimbayes.sklearn"
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _SCALINGS = ("scaling_", "target_scaling_")
 _FACTS = ("n_features_in_", "n_outputs_", "n_iter_", "weight_seen_", "loss_curve_", "validation_curve_",
           "_seed", "_row_shape", "_target_shape")  # fmt: skip
@@ -31,6 +33,11 @@ _FACTS = ("n_features_in_", "n_outputs_", "n_iter_", "weight_seen_", "loss_curve
 
 def write(estimator: Any, path: str | os.PathLike[str]) -> None:
     """The fitted estimator in one file, whole or not at all."""
+    dtype = str(dtype_of(estimator.model_)).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"a network of {dtype} numbers cannot be saved: use one of {', '.join(_DTYPES)}, such as network.float()"
+        )
     with tempfile.TemporaryDirectory() as folder:
         network = Path(folder) / "network"
         save(estimator.model_, network)
@@ -53,7 +60,7 @@ def write(estimator: Any, path: str | os.PathLike[str]) -> None:
         "parameters": _parameters(estimator),
         "facts": facts,
         "classes": _labels(estimator),
-        "dtype": str(next(estimator.model_.parameters()).dtype).removeprefix("torch."),
+        "dtype": dtype,
     }
     text = json.dumps(header, default=_plain)
     header["sha256"] = _digest(text, tensors)
@@ -102,7 +109,7 @@ def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors, metadata = read_tensors(path)
         header = json.loads(metadata[HEADER])
         found = header.pop("sha256")
-        whole = found == _digest(json.dumps(header), tensors) and header["dtype"] in ("float32", "float64")
+        whole = found == _digest(json.dumps(header), tensors)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{str(path)!r} is no whole file of a saved estimator ({error!r})") from error
     if header["format"] != FORMAT:
@@ -112,6 +119,10 @@ def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not whole:
         raise CheckpointError(
             f"{str(path)!r} does not match its checksum: it was damaged or changed; save it again"
+        )
+    if header["dtype"] not in _DTYPES:
+        raise CheckpointError(
+            f"{str(path)!r} has numbers of type {header['dtype']!r}, and this version reads {', '.join(_DTYPES)}"
         )
     return header, tensors
 

@@ -26,11 +26,18 @@ class Standardization:
         if not active:
             return cls(np.zeros(values.shape[1:]), np.ones(values.shape[1:]))
         wide = np.asarray(values, dtype=np.float64)
-        mean = np.average(wide, axis=0, weights=weights)
-        scale = np.sqrt(np.average(np.square(wide - mean), axis=0, weights=weights))
-        # What rounding leaves of a constant column is no spread.
-        constant = scale <= 10 * np.finfo(np.float64).eps * np.maximum(np.abs(mean), 1e-300)
-        return cls(mean, np.where(constant, 1.0, scale))
+        if weights is not None:
+            counted = np.asarray(weights) > 0
+            wide, weights = wide[counted], np.asarray(weights)[counted]
+        # A sum over many rows rounds: less the first row, that of a constant column is 0.
+        mean = wide[0] + np.average(wide - wide[0], axis=0, weights=weights)
+        variance = np.average(np.square(wide - mean), axis=0, weights=weights)
+        # What rounding leaves of a constant column is no spread; the bound is scikit-learn's.
+        rounding = len(wide) * np.finfo(np.float64).eps
+        constant = (wide.min(0) == wide.max(0)) | (
+            variance <= rounding * variance + np.square(rounding * mean)
+        )
+        return cls(mean, np.where(constant, 1.0, np.sqrt(variance)))
 
     def apply(self, values: Any) -> Any:
         """In units of deviations, float64; values that need no change as they are."""

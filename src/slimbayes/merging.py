@@ -31,8 +31,8 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RETYPED: tuple[type[nn.Module], ...] = (Converted, Several, Ensembled, *ACTIVE.values())
 # What conversion gives to a module beside its class, its rule and its tensors.
 _ADDED = (
-    "component_tensors", "kernels", "source", "members", "ensemble_name", "_tensor_names", "_tied", "_batched", "_member",
-    "settled_token", "settled_weight", "settled_bias",
+    "component_tensors", "kernels", "source", "members", "ensemble_name", "_tensor_names", "_tied", "_batched",
+    "_member", "settled_token", "settled_weight", "settled_bias",
 )  # fmt: skip
 _CHANGED = ("_qkv_same_embed_dim", "_flat_weights")
 

@@ -47,6 +47,7 @@ def draw(
     shared_inputs: Sequence[str | int] = (),
     first_example: int = 0,
     first_sample: int = 0,
+    split: bool = False,
     **named_inputs: Any,
 ) -> Any:
     """Run the model on every component and sample at once: outputs ``[components × samples, batch, ...]``.
@@ -57,17 +58,30 @@ def draw(
     ``first_example`` and ``first_sample`` give the indices at which this call starts, so that a batch cut in
     pieces has the same draws as the whole.
 
+    With ``split`` the components share the batch instead: example i is seen by component ⌊iK/B⌋ alone, and the output is
+    one draw of every example, ``[1, batch, ...]``. The nll of that draw has the expectation of the average over all
+    components, at the cost of one network: a way to train, not to predict.
+
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=4))
     >>> sb.draw(net, torch.zeros(5, 3), samples=2).shape
     torch.Size([8, 5, 2])
+    >>> sb.draw(net, torch.zeros(8, 3), split=True).shape
+    torch.Size([1, 8, 2])
     """
     record = find_record(model)
+    if split and (samples != 1 or seed is not None):
+        raise ValueError(
+            f"split=True gives every example one draw without a key, got samples={samples!r}, seed={seed!r}: leave both "
+            f"out, or leave split out"
+        )
     if record.recurrent and torch.compiler.is_compiling():
         # The compiler would break off inside the draw, and not know of it where it goes on.
-        options = (samples, noise, seed, shared_inputs, first_example, first_sample)
+        options = (samples, noise, seed, shared_inputs, first_example, first_sample, split)
         return _draw_eagerly(model, inputs, named_inputs, *options)
     flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
+    if split:
+        return _draw_split(model, record, flat, noise)
     return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
 
 
@@ -82,8 +96,11 @@ def _draw_eagerly(
     shared: Sequence[str | int],
     first_example: int,
     first_sample: int,
+    split: bool,
 ) -> Any:
     flat = flatten_inputs(model, inputs, named, shared)
+    if split:
+        return _draw_split(model, find_record(model), flat, noise)
     return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
 
 
@@ -183,10 +200,7 @@ def draw_flat(
             with activate(now):
                 output = model(*args, **kwargs)
             return _unfold(output, samples, flat.batch)
-    if isinstance(model, nn.DataParallel):
-        raise TypeError(
-            "DataParallel cuts the rows of a draw across its components; use DistributedDataParallel"
-        )
+    _refuse_data_parallel(model)
     record = find_record(model)
     check_options(samples, noise, seed)
     if ahead is None and isinstance(seed, int) and not torch.compiler.is_compiling():
@@ -205,10 +219,20 @@ def draw_flat(
         found, output = _late(model, record, flat, now, evaluated, ahead)
         if found:
             return _unfold(output, draws, flat.batch)
+    output = _pass(model, record, flat, now, draws, ahead)
+    if ahead is not None and ahead.only_patches and now.settled is not None:
+        ahead.lane = flat
+    return _unfold(output, draws, flat.batch)
+
+
+def _pass(
+    model: nn.Module, record: Record, flat: FlatInputs, now: Draw, repeats: int, ahead: Ahead | None = None
+) -> Any:
+    """The output for all rows of a draw: the inputs, repeated so often."""
     check_rows = not record.rows_checked and not torch.compiler.is_compiling() and model is unwrap(model)
     if check_rows:
         now.rows_seen = {}
-    args, kwargs = flat.tile(draws)
+    args, kwargs = flat.tile(repeats)
     _prefill(model, record, flat, now, ahead)
     with activate(now):
         output = model(*args, **kwargs)
@@ -216,9 +240,28 @@ def draw_flat(
         _verify_rows(model, now, flat)
         record.rows_checked = True
     _keep_mixing(record, now)
-    if ahead is not None and ahead.only_patches and now.settled is not None:
-        ahead.lane = flat
-    return _unfold(output, draws, flat.batch)
+    return output
+
+
+def _draw_split(model: nn.Module, record: Record, flat: FlatInputs, noise: str) -> Any:
+    """One draw of every example, whose rows the components share: [1, batch, ...]."""
+    _refuse_data_parallel(model)
+    check_options(1, noise, None)
+    components, ids = _active_components(unwrap(model), record, flat.leaves, None)
+    if flat.batch % components != 0:
+        raise ValueError(
+            f"split=True shares {flat.batch} examples among {components} components, which do not divide them: give a "
+            f"multiple of {components} (a DataLoader drops an incomplete batch with drop_last=True)"
+        )
+    now = Draw(components, 1, flat.batch // components, noise, component_ids=ids)  # rows [K, B/K]
+    return _unfold(_pass(model, record, flat, now, 1), 1, flat.batch)
+
+
+def _refuse_data_parallel(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel):
+        raise TypeError(
+            "DataParallel cuts the rows of a draw across its components; use DistributedDataParallel"
+        )
 
 
 def _prefill(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, ahead: Ahead | None) -> None:

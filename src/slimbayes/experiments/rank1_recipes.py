@@ -25,6 +25,7 @@ DATA = {setting: "cifar10" for setting in (MAIN, ABLATIONS, WIDE, TUNING, SHORT)
 GAUSSIAN, CAUCHY = settings.GAUSSIAN, settings.CAUCHY
 DETERMINISTIC, BATCH_ENSEMBLE = "Deterministic", "BatchEnsemble"
 PAD = 2
+ROWS = 512  # of a step, in all of the paper's networks on CIFAR
 # The constants of the reference code at the paper's time, for CIFAR-10 and CIFAR-100 alike.
 SCALING = Scaling((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), 1 / 255)
 
@@ -99,6 +100,8 @@ class Size:
     held_out: int = 0  # training images that are not trained on
     equal: bool = False  # whether all rows take the epochs, and the images a step, of rank-1 networks
     short: bool = False  # whether rows take what a search for short schedules chose
+    pad: int = PAD  # pixels on each side before images are cropped
+    split: float | None = None  # the rate of steps of 512 images, which components share: all rows take it
 
 
 def _narrow(depth: int, width: int, half: int) -> dict[str, str]:
@@ -141,7 +144,7 @@ SIZES: dict[tuple[str, str], Size] = {
     (TUNING, "paper"): _held_out(Size(1.0, 1, 0)),
     (SHORT, "gpu"): replace(_GPU, networks=_narrow(16, 2, 1), short=True),
     (WIDE, "gpu"): replace(
-        _GPU, share=0.2, seeds=1, networks={}, rows=(DETERMINISTIC, GAUSSIAN), short=True
+        _GPU, share=0.44, seeds=1, networks={}, rows=(DETERMINISTIC, GAUSSIAN), short=True, pad=4, split=0.2
     ),  # the paper's own
 }
 SETTINGS = tuple(dict.fromkeys(setting for setting, _ in SIZES))
@@ -176,9 +179,9 @@ def data_of(setting: str, scale: str) -> str:
 
 
 def prepare(session: Session, setting: str) -> Prepared:
-    """The data of a setting as the paper prepares them: padded by 2, cropped and flipped in training."""
-    data, held_out = data_of(setting, session.scale), size_of(setting, session.scale).held_out
-    return session.prepared(data, None if data == "digits" else SCALING, held_out, pad=PAD)
+    """The data of a setting as the paper prepares them: padded, cropped and flipped in training."""
+    data, size = data_of(setting, session.scale), size_of(setting, session.scale)
+    return session.prepared(data, None if data == "digits" else SCALING, size.held_out, pad=size.pad)
 
 
 def network_of(setting: str, scale: str, label: str) -> str:
@@ -195,7 +198,7 @@ def epochs_of(setting: str, scale: str, label: str) -> int:
     """The paper's epochs in the proportion of the scale; those of rank-1 networks for all where rows are equal.
 
     >>> [epochs_of(setting, "gpu", "Deterministic") for setting in ("cifar10", "cifar10-wide")]
-    [25, 40]
+    [25, 88]
     """
     size, paper = size_of(setting, scale), rows_of(setting)[label].setting.training
     epochs: int = _LIKE["epochs"] if size.equal else paper["epochs"]
@@ -205,11 +208,13 @@ def epochs_of(setting: str, scale: str, label: str) -> int:
 def batch_of(setting: str, scale: str, label: str) -> int:
     """The images of a step: the paper's, or those of rank-1 networks for all where rows are equal.
 
+    Where components share them, a step has the 512 rows of the paper's, each of another image.
+
     >>> [batch_of(setting, "gpu", "Deterministic") for setting in ("cifar10", "cifar10-wide")]
     [128, 512]
     """
-    paper = rows_of(setting)[label].setting.training
-    images: int = (_LIKE if size_of(setting, scale).equal else paper)["batch_size"]
+    size, paper = size_of(setting, scale), rows_of(setting)[label].setting.training
+    images: int = ROWS if size.split is not None else (_LIKE if size.equal else paper)["batch_size"]
     return images
 
 
@@ -229,16 +234,36 @@ def training_of(row: Row, epochs: int, batch_size: int | None = None, **options:
     return Training(**values)
 
 
+def split_options(row: Row, lr: float) -> dict[str, Any]:
+    """How a network trains at the rate ``lr`` when its components share the images of a step.
+
+    Weights see the images of all components, and the rate is theirs. Factors see those of one, as in the paper's steps
+    of 128 images, and keep its rate: the KL draws on them as it does there.
+
+    >>> split_options(rows_of("cifar10")["Rank-1 Gaussian"], 0.2)
+    {'lr': 0.2, 'split_batch': True, 'factor_lr_multiplier': 0.5}
+    >>> split_options(rows_of("cifar10")["Deterministic"], 0.2)
+    {'lr': 0.2}
+    """
+    if getattr(parse_method(row.method), "components", 1) == 1:
+        return {"lr": lr}
+    paper = row.setting.training
+    multiplier = paper["factor_lr_multiplier"] * paper["lr"] / lr
+    return {"lr": lr, "split_batch": True, "factor_lr_multiplier": multiplier}
+
+
 def recipe(session: Session, setting: str, label: str) -> Recipe:
     """The recipe of a row on CIFAR."""
     row, epochs = row_of(setting, session.scale, label), epochs_of(setting, session.scale, label)
     batch, steps = batch_of(setting, session.scale, label), size_of(setting, session.scale).steps
     cuda = session.device.type == "cuda"
     some = "components_per_step" in row.method  # they are chosen in Python, which cannot be recorded
+    shared = size_of(setting, session.scale).split
+    options: dict[str, Any] = {} if shared is None else split_options(row, shared)
     training = training_of(
         row, epochs, batch, steps=steps, accelerator=session.device.type,
         precision="bf16-mixed" if cuda else "32-true", compile=cuda, capture=cuda and not some,
-        checkpoint_every=2000 if cuda else 200,
+        checkpoint_every=2000 if cuda else 200, **options,
     )  # fmt: skip
     return Recipe(
         setting, "trained", label, network_of(setting, session.scale, label), data_of(setting, session.scale),

@@ -9,6 +9,8 @@ from slimbayes.experiments.rank1_recipes import (
     DETERMINISTIC,
     GAUSSIAN,
     MORE,
+    PAD,
+    ROWS,
     batch_of,
     data_of,
     epochs_of,
@@ -56,6 +58,16 @@ def deviations(session: Session, setting: str) -> list[str]:
         said.append(f"{size.steps} steps of training, and at most {size.most_samples} samples per component.")
     elif size.share != 1 or size.equal:
         said.append(_epochs(session, setting))
+    if size.split is not None:
+        said.append(
+            f"a step has {ROWS} images, each seen by one component alone (split_batch), where the paper shows every one "
+            f"of 128 images to all four. Weights learn at {size.split:g}, factors at the paper's "
+            f"{_first_rate(setting):g}; the paper's baselines learn at 0.4."
+        )
+    if size.pad != PAD:
+        said.append(
+            f"images are padded by {size.pad} pixels on each side, as the paper's text has it; its code pads by {PAD}."
+        )
     if size.short:
         said.append(_short(labels))
     if size.held_out:
@@ -99,6 +111,11 @@ def _short(labels: list[str]) -> str:
     return " ".join(said)
 
 
+def _first_rate(setting: str) -> float:
+    rate: float = rows_of(setting)[_first(setting, GAUSSIAN)].setting.training["lr"]
+    return rate
+
+
 def _labels(session: Session, setting: str) -> list[str]:
     return [job.label for job in jobs_of(session, setting) if job.seed == 0]
 
@@ -107,7 +124,7 @@ def _epochs(session: Session, setting: str) -> str:
     """One budget for all: the paper's epochs in one proportion, or those of rank-1 networks for every row.
 
     >>> _epochs(Session("gpu", "work"), "cifar10-wide")
-    "40 epochs for the deterministic network and 50 for rank-1 networks, the paper's 200 and 250; rates fall and ..."
+    "88 epochs for the deterministic network and 110 for rank-1 networks, the paper's 200 and 250; rates fall and ..."
     """
     both = [_first(setting, method) for method in (DETERMINISTIC, GAUSSIAN)]
     ours = [epochs_of(setting, session.scale, label) for label in both]

@@ -119,6 +119,8 @@ def _check(settings: Training, device: torch.device) -> None:
             f"early_stopping={settings.early_stopping}: fit_many validates nothing, and all networks make all steps; "
             f"leave it out, or use sb.fit"
         )
+    if settings.split_batch:
+        raise ValueError("split_batch=True: every network of fit_many sees its whole batch; use sb.fit")
     if settings.devices * settings.num_nodes > 1:
         raise ValueError(
             f"fit_many runs on one device, got devices={settings.devices}: start it once for each"

@@ -79,6 +79,7 @@ class Training:
     )
     kl_every: int = 100  # and is raised once in so many steps
     samples: int = 1  # per component and step
+    split_batch: bool = False  # whether components share the images of a step instead of each seeing all of them
     noise: str = "example"
     reduction: str = "average"
     clip_norm: float | None = None
@@ -117,12 +118,17 @@ class Training:
                 f"weight_decay={self.weight_decay} goes with optimizer='adamw'; for {self.optimizer!r} set "
                 f"weight_decay=0 and give l2, the papers' coefficient of Σw² (l2={self.weight_decay / 2:g})"
             )
+        if self.split_batch and (self.samples > 1 or self.reduction != "average"):
+            raise ValueError(
+                f"split_batch=True gives every example one draw, which leaves nothing to average: samples={self.samples} and "
+                f"reduction={self.reduction!r} need it off"
+            )
         if self.l2 and self.optimizer == "adamw":
             raise ValueError(f"l2={self.l2} goes with 'sgd' and 'adam'; for 'adamw' give weight_decay")
 
     def _check_types(self) -> None:
         """A file may hold anything: text, lists and nothing where numbers belong."""
-        for name in ("compile", "capture", "channels_last", "augment", "decay_norms"):
+        for name in ("compile", "capture", "channels_last", "augment", "decay_norms", "split_batch"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not isinstance(self.accelerator, str):

@@ -42,13 +42,15 @@ class Objective(nn.Module):
         self.likelihood = likelihood
         self.num_data = num_data
         self.samples, self.noise, self.reduction = settings.samples, settings.noise, settings.reduction
+        self.split = settings.split_batch
 
     def forward(
         self, inputs: Any, targets: Tensor, noise: Supply | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(nll with the gradients of learned mixing, nll, KL); ``noise`` is torch's own unless given."""
         args, named = arguments(inputs)
-        draws = scored(draw(self.model, *args, samples=self.samples, noise=self.noise, seed=noise, **named))
+        options = {"samples": self.samples, "noise": self.noise, "seed": noise, "split": self.split}
+        draws = scored(draw(self.model, *args, **options, **named))
         result = elbo(
             draws, targets, self.model, self.num_data, self.likelihood, self.reduction, kl_weight=0.0
         )

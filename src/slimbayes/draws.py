@@ -58,8 +58,8 @@ def draw(
     ``first_example`` and ``first_sample`` give the indices at which this call starts, so that a batch cut in
     pieces has the same draws as the whole.
 
-    With ``split`` the components share the batch instead: example i is seen by component ⌊iK/B⌋ alone, and the output is
-    one draw of every example, ``[1, batch, ...]``. The nll of that draw has the expectation of the average over all
+    With ``split`` the components share the batch instead: example i is seen by component ⌊iK/B⌋ alone, and the
+    output is one draw of every example, ``[1, batch, ...]``. The nll of that draw has the expectation of the average over all
     components, at the cost of one network: a way to train, not to predict.
 
     >>> import slimbayes as sb
@@ -72,8 +72,8 @@ def draw(
     record = find_record(model)
     if split and (samples != 1 or seed is not None):
         raise ValueError(
-            f"split=True gives every example one draw without a key, got samples={samples!r}, seed={seed!r}: leave both "
-            f"out, or leave split out"
+            f"split=True gives every example one draw without a key, got samples={samples!r}, seed={seed!r}: leave "
+            f"both out, or leave split out"
         )
     if record.recurrent and torch.compiler.is_compiling():
         # The compiler would break off inside the draw, and not know of it where it goes on.

@@ -60,8 +60,8 @@ def deviations(session: Session, setting: str) -> list[str]:
         said.append(_epochs(session, setting))
     if size.split is not None:
         said.append(
-            f"a step has {ROWS} images, each seen by one component alone (split_batch), where the paper shows every one "
-            f"of 128 images to all four. Weights learn at {size.split:g}, factors at the paper's "
+            f"a step has {ROWS} images, each seen by one component alone (split_batch), where the paper shows every "
+            f"one of 128 images to all four. Weights learn at {size.split:g}, factors at the paper's "
             f"{_first_rate(setting):g}; the paper's baselines learn at 0.4."
         )
     if size.pad != PAD:

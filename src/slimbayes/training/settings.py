@@ -120,8 +120,8 @@ class Training:
             )
         if self.split_batch and (self.samples > 1 or self.reduction != "average"):
             raise ValueError(
-                f"split_batch=True gives every example one draw, which leaves nothing to average: samples={self.samples} and "
-                f"reduction={self.reduction!r} need it off"
+                f"split_batch=True gives every example one draw, which leaves nothing to average: "
+                f"samples={self.samples} and reduction={self.reduction!r} need it off"
             )
         if self.l2 and self.optimizer == "adamw":
             raise ValueError(f"l2={self.l2} goes with 'sgd' and 'adam'; for 'adamw' give weight_decay")

@@ -49,8 +49,10 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(nll with the gradients of learned mixing, nll, KL); ``noise`` is torch's own unless given."""
         args, named = arguments(inputs)
-        options = {"samples": self.samples, "noise": self.noise, "seed": noise, "split": self.split}
-        draws = scored(draw(self.model, *args, **options, **named))
+        found = draw(
+            self.model, *args, samples=self.samples, noise=self.noise, seed=noise, split=self.split, **named
+        )
+        draws = scored(found)
         result = elbo(
             draws, targets, self.model, self.num_data, self.likelihood, self.reduction, kl_weight=0.0
         )

@@ -59,8 +59,8 @@ def draw(
     pieces has the same draws as the whole.
 
     With ``split`` the components share the batch instead: example i is seen by component ⌊iK/B⌋ alone, and the
-    output is one draw of every example, ``[1, batch, ...]``. The nll of that draw has the expectation of the average over all
-    components, at the cost of one network: a way to train, not to predict.
+    output is one draw of every example, ``[1, batch, ...]``. The nll of that draw has the expectation of the average
+    over all components, at the cost of one network: a way to train, not to predict.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=4))

@@ -273,7 +273,22 @@ def peers() -> str:
     return filled("peers.md", {"peers": beside()})
 
 
-PAGES = {"support.md": support, "speed.md": speed, "choosing.md": choosing, "peers.md": peers}
+def reliability() -> str:
+    """The page docs/reliability.md with its tables, from the files in reliability/results."""
+    sys.path.insert(0, str(ROOT))  # it is no part of the package
+    from reliability.figures import figures_text, read_figures
+
+    found = [read_figures(path) for path in sorted((ROOT / "reliability" / "results").glob("*.json"))]
+    return filled("reliability.md", {"figures": figures_text(found)})
+
+
+PAGES = {
+    "support.md": support,
+    "speed.md": speed,
+    "choosing.md": choosing,
+    "peers.md": peers,
+    "reliability.md": reliability,
+}
 
 
 def results(check: bool) -> int:

@@ -53,3 +53,34 @@ def read_figures(path: Path) -> dict[str, Any]:
     if document.get("format") != FORMAT or document.get("version") != 1:
         raise ValueError(f"{path} is no file of {FORMAT}, version 1")
     return document
+
+
+def figures_text(documents: Sequence[dict[str, Any]]) -> str:
+    """The tables of docs/reliability.md: a section for each part, with the command that measures it again."""
+    sections = [_summary(documents)]
+    for document in documents:
+        made = document["provenance"]
+        lines = ["| what | measured | asked | holds |", "|---|---|---|---|"]
+        lines += [
+            f"| {f['what']} | {f['value']} | {f['bound'] or '–'} | {_word(f['holds'])} |"
+            for f in document["figures"]
+        ]
+        notes = "\n".join(f"- {note}" for note in document["notes"])
+        origin = (
+            f"`{made['command']}`: {made['seconds']:,.0f} s; {made['created'][:10]}, commit `{made['commit']}`, "
+            f"Python {made['versions']['python']}, torch {made['versions']['torch']}, {made['hardware']}."
+        )
+        parts = [f"## {document['part'].capitalize()}", "\n".join(lines), notes, origin]
+        sections.append("\n\n".join(part for part in parts if part))
+    return "\n\n".join(sections)
+
+
+def _summary(documents: Sequence[dict[str, Any]]) -> str:
+    asked = [f["holds"] for document in documents for f in document["figures"] if f["holds"] is not None]
+    failed = [f"{d['part']}: {f['what']}" for d in documents for f in d["figures"] if f["holds"] is False]
+    said = f"{len(asked)} figures were asked for, {sum(asked)} hold."
+    return said + (f" Not: {'; '.join(failed)}." if failed else "")
+
+
+def _word(holds: bool | None) -> str:
+    return "–" if holds is None else "yes" if holds else "**no**"

@@ -121,12 +121,24 @@ def main_table(entry: str, session: Session, setting: str) -> Outcome:
     table = rows(session, setting, labels, (*BOTH, "parameters_m", "hours"))
     main = table.select(*BOTH, "parameters_m")
     if setting == WIDE:  # one seed tells no order
-        return Outcome([main], checks=checks.absolute_checks(table))
+        more = _more_samples(session, setting, table)
+        return Outcome([main, more], checks=checks.absolute_checks(more))
     outcome = Outcome([main], checks=[*parameter_checks(entry), *checks.order_checks(table)])
     outcome.tables += beside(table, printed[1:])
     if any(other.name == "hours" for other in printed):
         outcome.deviations.append("hours are those of networks of which several may have shared the GPU.")
     return outcome
+
+
+def _more_samples(session: Session, setting: str, once: Table) -> Table:
+    """The rank-1 Gaussian's figures on clean images with one sample per component, and with more."""
+    table = Table(f"{setting}-samples", f"{once.title}, samples per component in evaluation", CLEAN)
+    for job in jobs_of(session, setting, (GAUSSIAN,)):
+        found = train(session, job)
+        for count in by_samples(session):
+            figures = clean(session, found, job, count)
+            table.add(f"{GAUSSIAN}, S = {count}", figures, figures["errors"])
+    return table
 
 
 def table8(session: Session, setting: str) -> Outcome:

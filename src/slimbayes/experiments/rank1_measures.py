@@ -18,6 +18,7 @@ from slimbayes.experiments.rank1_recipes import (
     GAUSSIAN,
     MAIN,
     MORE,
+    WIDE,
     data_of,
     prepare,
     rows_of,
@@ -172,6 +173,9 @@ def measure(session: Session, job: Job) -> float:
     on_corrupted(session, found, job)
     if job.setting == MAIN:
         foreign(session, found, job)
+    if (job.setting, job.label) == (WIDE, GAUSSIAN):
+        for count in by_samples(session):
+            clean(session, found, job, count)
     if (job.setting, job.label) == (MAIN, GAUSSIAN):
         for count in by_samples(session):
             clean(session, found, job, count)

@@ -101,6 +101,7 @@ class Size:
     equal: bool = False  # whether all rows take the epochs, and the images a step, of rank-1 networks
     short: bool = False  # whether rows take what a search for short schedules chose
     pad: int = PAD  # pixels on each side before images are cropped
+    rate: float | None = None  # at which the search's Gaussians begin; None: what it chose
     split: float | None = None  # the rate of steps of 512 images, which components share: all rows take it
 
 
@@ -144,7 +145,15 @@ SIZES: dict[tuple[str, str], Size] = {
     (TUNING, "paper"): _held_out(Size(1.0, 1, 0)),
     (SHORT, "gpu"): replace(_GPU, networks=_narrow(16, 2, 1), short=True),
     (WIDE, "gpu"): replace(
-        _GPU, share=0.44, seeds=1, networks={}, rows=(DETERMINISTIC, GAUSSIAN), short=True, pad=4, split=0.2
+        _GPU,
+        share=0.44,
+        seeds=1,
+        networks={},
+        rows=(DETERMINISTIC, GAUSSIAN),
+        short=True,
+        pad=4,
+        rate=0.05,
+        split=0.2,
     ),  # the paper's own
 }
 SETTINGS = tuple(dict.fromkeys(setting for setting, _ in SIZES))
@@ -165,7 +174,7 @@ def row_of(setting: str, scale: str, label: str) -> Row:
     row = rows_of(setting)[label]
     if not size_of(setting, scale).short:
         return row
-    chosen = settings.short(row.setting)
+    chosen = settings.short(row.setting, size_of(setting, scale).rate)
     return replace(row, setting=chosen, method=chosen.methods[label])
 
 

@@ -168,18 +168,20 @@ def tuned(l2: float) -> tuple[Setting, ...]:
 SHORT_L2, SHORT_GAUSSIAN_RATE, SHORT_CAUCHY_RATE = 5e-4, 1e-2, "1e-10"
 
 
-def short(setting: Setting) -> Setting:
+def short(setting: Setting, rate: float | None = None) -> Setting:
     """A setting with the values that a short schedule wants: the penalty, and how rank-1 networks begin.
 
     What was not searched stays: the rates, and all of mean-field networks, whose penalty is on norms and biases alone.
+    With a ``rate`` Gaussians begin at that one, and their KL is the paper's.
 
     >>> short(gaussian_cifar()).methods["Rank-1 Gaussian"][-39:], short(baselines_cifar()[0]).training["l2"]
     ("dropout_rate=0.01, kl_reduction='mean')", 0.0005)
     """
     if "MFVI BNN" in setting.methods:
         return setting
+    chosen = f"{SHORT_GAUSSIAN_RATE:g}, kl_reduction='mean'" if rate is None else f"{rate:g}"
     begin = {
-        "dropout_rate=0.001": f"dropout_rate={SHORT_GAUSSIAN_RATE:g}, kl_reduction='mean'",
+        "dropout_rate=0.001": f"dropout_rate={chosen}",
         "dropout_rate=1e-6": f"dropout_rate={SHORT_CAUCHY_RATE}",
     }
     methods = dict(setting.methods)

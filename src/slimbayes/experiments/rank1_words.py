@@ -69,7 +69,7 @@ def deviations(session: Session, setting: str) -> list[str]:
             f"images are padded by {size.pad} pixels on each side, as the paper's text has it; its code pads by {PAD}."
         )
     if size.short:
-        said.append(_short(labels))
+        said.append(_short(labels, size.rate))
     if size.held_out:
         said.append(f"trained without the last {size.held_out:,} training images, on which all figures are.")
     elif size.corrupted < count:
@@ -89,7 +89,7 @@ def deviations(session: Session, setting: str) -> list[str]:
     return [f"{setting}: {text}" for text in said if text]
 
 
-def _short(labels: list[str]) -> str:
+def _short(labels: list[str], rate: float | None = None) -> str:
     """What was chosen on held-out images, and from what.
 
     >>> _short(["Deterministic"])
@@ -99,7 +99,9 @@ def _short(labels: list[str]) -> str:
         f"l2 is {settings.SHORT_L2:g} where the paper has 0.0001 to 0.0003, for rank1/tuning chose it for each of the "
         "four main methods."
     ]
-    if GAUSSIAN in labels:
+    if GAUSSIAN in labels and rate is not None:
+        said.append(f"Rank-1 Gaussians begin at a dropout rate of {rate:g} (the paper: 0.001).")
+    elif GAUSSIAN in labels:
         said.append(
             f"Likewise rank-1 Gaussians have their KL averaged over components and begin at a dropout rate of "
             f"{settings.SHORT_GAUSSIAN_RATE:g} (the paper: summed, 0.001)."

@@ -79,7 +79,9 @@ class Training:
     )
     kl_every: int = 100  # and is raised once in so many steps
     samples: int = 1  # per component and step
-    split_batch: bool = False  # whether components share the images of a step instead of each seeing all of them
+    split_batch: bool = (
+        False  # whether components share the images of a step instead of each seeing all of them
+    )
     noise: str = "example"
     reduction: str = "average"
     clip_norm: float | None = None

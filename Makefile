@@ -23,8 +23,9 @@ RESULTS := bench/results
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # $(1): what to install. One dot per package; pip's own words go to a log, whose end is shown on failure.
-# Python files are compiled on all cores, not on one as pip does it, without the tests of other packages; templates that
-# do not parse are no fault.
+# Python files are compiled on all cores, not on one as pip does it, without the tests of other packages and a third of
+# all that nothing here imports, or little of; templates that do not parse are no fault.
+UNUSED := /(tests?|transformers/models|pip|setuptools|mypyc?|fontTools|pygments/lexers|devtools|torch/testing)/
 define install
 	@echo "Installing $(1) into $(VENV) (minutes the first time; log: $(VENV)/pip.log)"
 	@$(PYTHON) -m venv $(VENV)
@@ -34,7 +35,7 @@ define install
 		/^Installing collected/ { printf " unpacking"; fflush() } \
 		/^Successfully installed/ { printf " done" } \
 		END { print "" }' || { tail -n 25 $(VENV)/pip.log; exit 1; }
-	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null 2>&1 || true
+	@$(BIN)/python -m compileall -q -j 0 -x '$(UNUSED)' $(VENV)/lib >/dev/null 2>&1 || true
 endef
 
 help:  ## list the targets

@@ -78,7 +78,6 @@ def test_likelihood_and_kl_can_be_differentiated_apart(name: str) -> None:
         torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-4, msg=key)
 
 
-@pytest.mark.oldest
 @pytest.mark.uncounted
 @pytest.mark.parametrize("name", ["ktied", "meanfield", "flipout"])
 def test_compiled_in_one_function(name: str) -> None:

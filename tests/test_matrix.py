@@ -236,7 +236,6 @@ def _loss_at(loss, parameter, value):
     return loss()
 
 
-@pytest.mark.oldest
 @pytest.mark.uncounted(but=4)
 @each(EVERY_PAIR)
 def test_copies(name, kind, tmp_path):

@@ -14,7 +14,7 @@ PEERS := .venv-peers
 # The oldest versions that are supported: constraints-oldest.txt, on Python 3.10 where there is one.
 OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(shell for each in python3.10 $(PYTHON); do if $$each -c '' 2>/dev/null; then echo $$each; break; fi; done)
-OLDEST_PACKAGES ?= torch numpy safetensors lightning rich torchmetrics scikit-learn pytest pytest-timeout pytest-xdist setuptools
+OLDEST_PACKAGES ?= torch numpy safetensors lightning PyYAML rich torchmetrics scikit-learn pytest pytest-timeout pytest-xdist setuptools
 OLDEST_TESTS ?= $(shell grep -rl --include='test_*.py' 'mark\.oldest' tests)
 RESULTS := bench/results
 

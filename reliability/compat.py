@@ -26,8 +26,8 @@ ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "tests" / "fixtures"
 # What the whole suite needs beyond OLDEST_PACKAGES of the Makefile.
 ALL = (
-    "torch numpy safetensors lightning rich torchmetrics scikit-learn pytest pytest-timeout pytest-xdist setuptools "
-    "hypothesis PyYAML typer matplotlib pillow pyarrow pandas scipy tensorboard huggingface_hub transformers "
+    "torch numpy safetensors lightning PyYAML rich torchmetrics scikit-learn pytest pytest-timeout pytest-xdist "
+    "setuptools hypothesis typer matplotlib pillow pyarrow pandas scipy tensorboard huggingface_hub transformers "
     "accelerate peft onnx onnxscript onnxruntime torchao selenium"
 )
 OLD_FILES = "test_a_released_file_gives_what_it_gave"

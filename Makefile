@@ -1,7 +1,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test lint typecheck coverage bench bench-peers docs wheel clean
+.PHONY: help venv demo test tests test-oldest oldest lint typecheck coverage bench bench-peers docs wheel clean
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -11,6 +11,11 @@ BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 
 PEERS := .venv-peers
+# The oldest versions that are supported: constraints-oldest.txt, on Python 3.10 where there is one.
+OLDEST := .venv-oldest
+OLDEST_PYTHON ?= $(shell for each in python3.10 $(PYTHON); do if $$each -c '' 2>/dev/null; then echo $$each; break; fi; done)
+OLDEST_PACKAGES ?= torch numpy safetensors lightning PyYAML rich torchmetrics scikit-learn pytest pytest-timeout pytest-xdist setuptools
+OLDEST_TESTS ?= $(shell grep -rl --include='test_*.py' 'mark\.oldest' tests)
 RESULTS := bench/results
 
 # One torch thread per test worker: more only makes the workers wait for each other.
@@ -18,8 +23,9 @@ RESULTS := bench/results
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # $(1): what to install. One dot per package; pip's own words go to a log, whose end is shown on failure.
-# Python files are compiled on all cores, not on one as pip does it, without the tests of other packages; templates that
-# do not parse are no fault.
+# Python files are compiled on all cores, not on one as pip does it, without the tests of other packages and a third of
+# all that nothing here imports, or little of; templates that do not parse are no fault.
+UNUSED := /(tests?|transformers/models|pip|setuptools|mypyc?|fontTools|pygments/lexers|devtools|torch/testing)/
 define install
 	@echo "Installing $(1) into $(VENV) (minutes the first time; log: $(VENV)/pip.log)"
 	@$(PYTHON) -m venv $(VENV)
@@ -29,7 +35,7 @@ define install
 		/^Installing collected/ { printf " unpacking"; fflush() } \
 		/^Successfully installed/ { printf " done" } \
 		END { print "" }' || { tail -n 25 $(VENV)/pip.log; exit 1; }
-	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null 2>&1 || true
+	@$(BIN)/python -m compileall -q -j 0 -x '$(UNUSED)' $(VENV)/lib >/dev/null 2>&1 || true
 endef
 
 help:  ## list the targets
@@ -40,8 +46,22 @@ venv: $(DEV)  ## set up ./.venv for development
 demo: $(BASE)  ## compare methods on embedded digits: a table and one page
 	@$(BIN)/slimbayes compare
 
-test: lint typecheck  ## lint, types, tests and doctests
+test: lint typecheck tests  ## lint, types, tests and doctests
+
+tests: $(DEV)  ## tests and doctests alone
 	$(PYTEST) $(PYTEST_ARGS)
+
+# The package itself is not installed there: the tests take it from src/, and its kernels for that Python are compiled
+# where they are not there yet.
+test-oldest: oldest  ## the tests marked "oldest", on the oldest torch that is supported
+	@$(OLDEST)/bin/python -c 'import sysconfig, pathlib, sys; \
+		sys.exit(not pathlib.Path("src/slimbayes/native/_kernels" + sysconfig.get_config_var("EXT_SUFFIX")).exists())' \
+		|| $(OLDEST)/bin/python setup.py -q build_ext --inplace >>$(OLDEST)/pip.log 2>&1
+	@$(OLDEST)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version.split()[0])'
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m oldest \
+		-o cache_dir=$(OLDEST)/.pytest_cache $(OLDEST_TESTS) $(PYTEST_ARGS)
+
+oldest: $(OLDEST)/.installed  ## set up ./.venv-oldest for it: 5 GB, minutes the first time
 
 lint: $(DEV)  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -68,7 +88,7 @@ wheel: $(DEV)  ## build the wheel and try it in clean environments: WHEEL_ARGS=-
 	$(BIN)/python tools/wheel.py $(WHEEL_ARGS)
 
 clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) $(PEERS) slimbayes-compare slimbayes-run slimbayes-reproduce build dist site src/*.egg-info htmlcov .coverage .coverage.* \
+	rm -rf $(VENV) $(PEERS) $(OLDEST) slimbayes-compare slimbayes-run slimbayes-reproduce build dist site src/*.egg-info htmlcov .coverage .coverage.* \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -88,4 +108,12 @@ $(PEERS)/.installed: bench/peers/requirements.txt bench/peers/packages.txt const
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -r bench/peers/requirements.txt
 	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r bench/peers/packages.txt
+	@touch $@
+
+# No byte code of 5 GB of packages, most of which no test imports.
+$(OLDEST)/.installed: constraints-oldest.txt
+	@echo "Installing $(OLDEST_PACKAGES) into $(OLDEST) (log: $(OLDEST)/pip.log)"
+	@$(OLDEST_PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-compile --no-cache-dir \
+		-c constraints-oldest.txt $(OLDEST_PACKAGES) >$(OLDEST)/pip.log 2>&1 || { tail -n 25 $(OLDEST)/pip.log; exit 1; }
 	@touch $@

@@ -22,6 +22,18 @@ def pytest_configure(config):
         import torch._dynamo  # noqa: F401 - slimbayes does not import the compiler, and tests reset it
 
 
+def pytest_sessionstart(session):
+    """A JUnit report says on which versions it was made: reliability/compat.py counts it."""
+    from _pytest.junitxml import xml_key
+
+    report = session.config.stash.get(xml_key, None)
+    if report is not None:
+        import torch
+
+        report.add_global_property("torch", torch.__version__)
+        report.add_global_property("python", sys.version.split()[0])
+
+
 @pytest.fixture(scope="module")
 def on_cpu():
     """Let "auto" choose the CPU where there is a GPU: for tests that repeat a run by hand."""

@@ -34,6 +34,7 @@ def rebuilt(model, build, path, **load):
 # Round trips
 
 
+@pytest.mark.oldest
 @pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_round_trips_bit_for_bit(method, tmp_path):
@@ -83,6 +84,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.oldest
 @pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_round_trip(name, tmp_path):

@@ -20,6 +20,8 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.context import Draw, activate, current_draw
 
+pytestmark = pytest.mark.oldest
+
 
 def close(actual, expected, tolerance=1e-6):
     """To ``tolerance`` of the largest number: sums of another length round in another order."""

@@ -16,6 +16,8 @@ from scipy import stats
 from slimbayes import keyed
 from slimbayes.keyed import keyed_noise, layer_key, philox
 
+pytestmark = pytest.mark.oldest
+
 CPU = torch.device("cpu")
 KINDS = ("normal", "uniform", "sign", "cauchy", "exponential")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

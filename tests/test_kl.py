@@ -15,6 +15,8 @@ import slimbayes as sb
 from slimbayes import distributions as d
 from slimbayes.kl import monte_carlo, total_kl
 
+pytestmark = pytest.mark.oldest
+
 
 def tensor(*values):
     return torch.tensor(values, dtype=F64)

@@ -54,6 +54,7 @@ def each(pairs):
     )
 
 
+@pytest.mark.oldest
 @pytest.mark.uncounted(but=4)
 @each(EVERY_PAIR)
 def test_identity(name, kind):
@@ -173,6 +174,7 @@ def test_old_checkpoint(name, kind):
         compare(f"{case}: output", draws, plain.expand_as(draws), SINGLE)
 
 
+@pytest.mark.oldest
 @pytest.mark.uncounted(but=4)
 @each(EVERY_PAIR)
 def test_every_parameter_gets_a_gradient(name, kind):
@@ -415,6 +417,7 @@ def test_step_compiles_once(name):
     assert counter.frame_count == 1
 
 
+@pytest.mark.oldest
 @pytest.mark.uncounted
 @pytest.mark.parametrize("name", [*METHODS, "Rank1 output"])
 def test_model_compiles_once(name):

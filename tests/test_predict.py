@@ -9,6 +9,8 @@ import slimbayes as sb
 from slimbayes import pieces
 from slimbayes.predictive import Moments
 
+pytestmark = pytest.mark.oldest
+
 PARTS = ("mean", "variance", "aleatoric", "epistemic", "entropy", "expected_entropy", "mutual_information")
 LIKELIHOODS = {
     "categorical": (lambda: sb.Categorical(), 3, torch.tensor([0, 2, 1, 0, 2])),

@@ -13,6 +13,8 @@ import slimbayes as sb
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.context import Draw, activate
 
+pytestmark = pytest.mark.oldest
+
 ONES = {"random_sign_init": 1.0}  # all factors at 1
 METHODS = {
     "meanfield": lambda: sb.MeanField(),

@@ -50,6 +50,7 @@ def assert_same(first, second, **tolerance):
 # Losses and steps ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("method", [sb.Rank1(components=3), sb.KTied(rank=1)], ids=["rank1", "ktied"])
 def test_the_whole_run_by_hand(method, every):
@@ -215,6 +216,7 @@ def test_bfloat16_trains():
     assert next(model.parameters()).dtype is torch.float32
 
 
+@pytest.mark.oldest
 @pytest.mark.uncounted
 @pytest.mark.slow
 def test_compiled_steps_give_the_same_losses():
@@ -555,6 +557,7 @@ def test_settings_and_overrides_together():
     assert sb.fit(build(), data(), settings, l2=1e-4, **QUIET).step == 1
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("clip", [None, 1e30])
 def test_a_run_that_diverges_names_the_step(tmp_path, clip):
     x, y = data()

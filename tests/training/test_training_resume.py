@@ -132,6 +132,7 @@ CASES = {
 }
 
 
+@pytest.mark.oldest
 @pytest.mark.uncounted(but=4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stop", [1, 7, 12])
@@ -195,6 +196,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     assert len(result.history) == 2
 
 
+@pytest.mark.oldest
 def test_early_stopping_survives_an_interruption(tmp_path):
     x, y = data()
     options = dict(
@@ -338,6 +340,7 @@ def test_a_run_that_stops_early_between_checkpoints_leaves_its_state(tmp_path):
     assert read_state(tmp_path / "training.safetensors")[1]["done"]
 
 
+@pytest.mark.oldest
 def test_a_state_from_before_a_setting_was_there_is_taken_up(tmp_path):
     x, y = torch.randn(20, 3), torch.randint(2, (20,))
     model = sb.bayesianize(nn.Linear(3, 2), sb.MeanField())

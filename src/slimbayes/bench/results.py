@@ -79,8 +79,12 @@ def read_results(path: Path) -> Results:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise BenchError(f"{str(path)!r} is no JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise BenchError(f"{str(path)!r} is no file of slimbayes bench (format {FORMAT}, version {VERSION})")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise BenchError(f"{str(path)!r} is no file of slimbayes bench (its format is not {FORMAT})")
+    if content.get("version") != VERSION:
+        raise BenchError(
+            f"{str(path)!r} has version {content.get('version')!r}, and this version reads {VERSION}: update slimbayes"
+        )
     return Results(content["device"], content["hardware"], content["runs"], content["cells"])
 
 

@@ -41,8 +41,8 @@ def check(data: Any, origin: str) -> None:
         fail(origin, f"format is {data['format']!r}, not {FORMAT!r}")
     if data["version"] != VERSION:
         raise ReportError(
-            f"{origin}: version {data['version']!r} of the format, this slimbayes reads {VERSION}; "
-            "use the slimbayes that wrote it, or run the comparison again"
+            f"{origin}: version {data['version']!r} of the format, this slimbayes reads {VERSION}: "
+            "update slimbayes, or run the comparison again"
         )
     if data["task"] not in TASKS:
         fail(origin, f"task is {data['task']!r}, not one of {', '.join(TASKS)}")

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from slimbayes.data.archives import lines
 from slimbayes.data.base import DataError
 from slimbayes.data.records.bagging import Array
+from slimbayes.files import shortened
 
 Progress = Callable[[str], None]
 ROWS = 100_000  # of one piece
@@ -54,7 +56,9 @@ def read_pieces(
     with open(path, "rb") as raw:
         try:
             stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
+            text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+            # A plain file is no longer than it is, a packed one may be a line of any length.
+            reader = csv.reader(lines(text, path) if path.suffix == ".gz" else text)
             header = next(reader, None)
             places = _places(path, header, columns)
             for cells in _columns(path, reader, len(header or ()), places, rows):
@@ -77,7 +81,7 @@ def _places(path: Path, header: list[str] | None, columns: Sequence[str]) -> lis
     names = [name.strip().upper() for name in header or ()]
     absent = [name for name in columns if name.upper() not in names]
     if absent:
-        there = ", ".join(header or ()) or "no header"
+        there = shortened(", ".join(header or ()), 500) or "no header"
         raise DataError(
             f"{path}: no column {', '.join(absent)}; it has {there}. Use the CSV tables of MIMIC-III 1.4 as they are"
         )
@@ -145,7 +149,9 @@ def _converted(path: Path, name: str, column: Array, kind: Any, what: str) -> Ar
             try:
                 np.array([cell]).astype(kind)
             except (ValueError, OverflowError):
-                raise DataError(f"{path}, column {name}: {str(cell)!r} is not {what}: repair it") from None
+                raise DataError(
+                    f"{path}, column {name}: {shortened(cell)!r} is not {what}: repair it"
+                ) from None
         raise
 
 

@@ -25,7 +25,7 @@ from slimbayes.predict import predict
 from slimbayes.predictive import Predictive
 from slimbayes.provenance import provenance
 from slimbayes.record import find_record
-from slimbayes.specs import network_builder, parse_method
+from slimbayes.specs import SpecError, network_builder, parse_method
 from slimbayes.summary import summary
 from slimbayes.training import FitResult, fit, mixed_seed
 from slimbayes.training.settings import whole_number
@@ -274,7 +274,10 @@ def load_run(folder: str | Path, network: str | None = None, device: str | None 
     if network is not None:
         config = dataclasses.replace(config, network=network)
     with torch.random.fork_rng(devices=[]):
-        builder = network_builder(config.network, allow_code=network is not None)
+        try:
+            builder = network_builder(config.network, allow_code=network is not None)
+        except SpecError as error:
+            raise SpecError(f"{str(folder)!r}: {error}") from error
         if network is None:
             _check_claims(folder, config.network, lambda: builder(facts.shape, facts.num_outputs))
         plain = builder(facts.shape, facts.num_outputs).to(

@@ -17,6 +17,7 @@ from slimbayes.data.base import DataError
 
 LARGEST_RATIO = 100  # of unpacked to packed bytes, for what is
 LARGEST_ANYWAY = 1 << 30  # bytes: larger than this when unpacked
+LARGEST_GZIP = 512 << 20  # bytes of a gzipped file that is unpacked at once
 LARGEST_LINE = 1 << 24  # characters of one line of a packed table
 
 
@@ -87,15 +88,16 @@ def unpack(raw: bytes, path: Path) -> bytes:
     >>> unpack(gzip.compress(b"abc"), Path("a.gz"))
     b'abc'
     """
-    most = max(LARGEST_ANYWAY, LARGEST_RATIO * len(raw))
     parts, size, rest = [], 0, raw
     try:
         while rest:  # a file may be several, one after the other
             member = zlib.decompressobj(wbits=31)
-            content = member.decompress(rest, most - size + 1)
+            content = member.decompress(rest, LARGEST_GZIP - size + 1)
             size += len(content)
-            if size > most:
-                raise DataError(f"{path}: it unpacks to more than {most:,} bytes: get the original file")
+            if size > LARGEST_GZIP:
+                raise DataError(
+                    f"{path}: it unpacks to more than {LARGEST_GZIP:,} bytes: get the original file"
+                )
             if not member.eof:
                 raise DataError(f"{path}: damaged gzip file (it ends too early): get it again")
             parts.append(content)

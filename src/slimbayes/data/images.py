@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimbayes.data.archives import check_ordinary, unpack
+from slimbayes.data.archives import unpack
 from slimbayes.data.base import DataError, Dataset, Scaling, Split
 from slimbayes.data.files import need, read_npz, require
 from slimbayes.data.unpickle import read_pickle
+from slimbayes.files import read_whole
 
 Root = str | os.PathLike[str] | None
 Array = np.ndarray[Any, Any]
@@ -224,11 +225,10 @@ def load_images(name: str, root: Root = None) -> Tensor:
 def _bytes(path: Path) -> bytes:
     if not path.exists():
         raise DataError(f"{path} is missing beside the others: unpack the whole archive")
-    check_ordinary(path)
     try:
-        raw = path.read_bytes()
+        raw = read_whole(path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{path}: cannot be read ({error}); get the original file") from error
     return unpack(raw, path) if path.suffix == ".gz" else raw
 
 

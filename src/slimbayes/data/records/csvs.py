@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from slimbayes.data.archives import lines
+from slimbayes.data.archives import check_ordinary, lines
 from slimbayes.data.base import DataError
 from slimbayes.data.records.bagging import Array
 from slimbayes.files import shortened
@@ -52,8 +52,9 @@ def read_pieces(
     >>> [piece["y"].tolist() for piece in read_pieces(path, ("Y", "x"), rows=1) for piece in [{"y": piece["Y"]}]]
     [['2'], ['']]
     """
+    check_ordinary(path)
     size, said, done = max(1, path.stat().st_size), time.monotonic(), 0
-    with open(path, "rb") as raw:
+    with _opened(path) as raw:
         try:
             stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
@@ -75,6 +76,13 @@ def read_pieces(
             ) from error
     if progress is not None:
         progress(f"{path.name}: {done:,} rows")
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}): get the file again") from error
 
 
 def _places(path: Path, header: list[str] | None, columns: Sequence[str]) -> list[int]:

@@ -57,11 +57,11 @@ def _torch_zip(canary: Path) -> bytes:
 def zeros_zip(name: str, header: bytes, megabytes: int) -> bytes:
     """An archive with one member of so many megabytes of zeros, a thousandth of that in size."""
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        with archive.open(name, "w", force_zip64=True) as member:
-            member.write(header)
-            for _ in range(megabytes):
-                member.write(bytes(1 << 20))
+    archive = zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
+    with archive, archive.open(name, "w", force_zip64=True) as member:
+        member.write(header)
+        for _ in range(megabytes):
+            member.write(bytes(1 << 20))
     return file.getvalue()
 
 
@@ -134,7 +134,8 @@ def tensors(canary: Path) -> dict[str, Payload]:
     def of(**entries: Any) -> bytes:
         return file(json.dumps(entries).encode(), bytes(64))
 
-    twice = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+    once = b'"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
+    twice = b"{" + once + b"," + once + b"}"
     return {
         "header of 2^63 bytes": file(b"{}", length=2**63),
         "header of 2^64 - 1 bytes": file(b"{}", length=2**64 - 1),
@@ -192,12 +193,12 @@ def shards(image: bytes) -> dict[str, Payload]:
         "absolute names": tar(("/etc/k.png", image, {}), ("/etc/k.cls", b"0", {})),
         "symbolic link": tar(("k.png", b"", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}), label),
         "hard link": tar(("k.png", b"", {"type": tarfile.LNKTYPE, "linkname": "/etc/passwd"}), label),
-        "label by link": tar(("k.png", image, {}), ("k.cls", b"", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"})),
+        "label by link": tar(("k.png", image, {}), ("k.cls", b"", {"type": tarfile.SYMTYPE, "linkname": "/etc/hosts"})),
         "device": tar(("k.png", b"", {"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 5}), label),
         "pipe": tar(("k.png", b"", {"type": tarfile.FIFOTYPE}), label),
         "a size of 8 GB": _numbered(tar(("k.png", image, {}), label), b"77777777777\0"),
         "a negative size": _numbered(tar(("k.png", image, {}), label), negative),
-        "a long name of 8 GB": _numbered(tar(("k.png", image, {"type": tarfile.GNUTYPE_LONGNAME}), label), b"77777777777\0"),
+        "a long name of 8 GB": _numbered(tar(("k.png", image, {"type": b"L"}), label), b"77777777777\0"),
         "a label of 10^5 digits": tar(("k.png", image, {}), ("k.cls", b"9" * 100_000, {})),
         "a label of 10^12": tar(("k.png", image, {}), ("k.cls", b"1000000000000", {})),
         "a negative label": tar(("k.png", image, {}), ("k.cls", b"-1", {})),
@@ -225,7 +226,7 @@ def archives(canary: Path) -> dict[str, Payload]:
         "a label of 2^62": _zip(**{**good, "targets.npy": npy("<i8", (4,), struct.pack("<4q", 0, 1, 2, 1 << 62))}),
         "a label of 2^63": _zip(**{**good, "targets.npy": npy("<u8", (4,), struct.pack("<4Q", 0, 1, 2, 1 << 63))}),
         "path traversal": _zip(**good, **{"../../../tmp/evil.npy": labels}),
-        "markup in classes": _zip(**good, **{"classes.npy": npy("<U60", (1,), EVIL.ljust(60)[:60].encode("utf-32-le"))}),
+        "markup in classes": _zip(**good, **{"classes.npy": npy("<U60", (1,), EVIL.ljust(60)[:60].encode("utf-32le"))}),
         "no examples": _zip(**{"inputs.npy": npy("<f4", (0, 2)), "targets.npy": npy("<i8", (0,))}),
         "no columns": _zip(**{**good, "inputs.npy": npy("<f4", (4, 0))}),
         "images without pixels": _zip(**{**good, "inputs.npy": npy("|u1", (4, 0, 8, 8))}),

@@ -22,12 +22,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from reliability.figures import RESULTS, Figure, write_figures
-
 HANG = 10  # s
 MEMORY = 2048  # MB
 NAMES = ("checkpoint", "config", "csv", "npz")
-INSTRUMENTED = ["slimbayes", "yaml", "zipfile"]
+RESULTS = Path(__file__).parent / "results"
+INSTRUMENTED = [
+    *(f"slimbayes.{name}" for name in ("adapting", "checkpoint", "claims", "config", "convert", "data", "files",
+                                       "methods", "priors", "record", "selection", "specs", "training.settings")),
+    "yaml", "zipfile",
+]  # fmt: skip
 
 
 class Findings:
@@ -176,6 +179,11 @@ def guided(name: str, seconds: float, seed: int) -> dict[str, Any]:
 
 def record(results: dict[str, dict[str, Any]], folder: Path = RESULTS) -> Path:
     """The figures of these targets and of those that the file has already."""
+    from reliability.figures import (
+        Figure,
+        write_figures,
+    )  # not before: what is imported already is not instrumented
+
     path = folder / "fuzz.json"
     known = json.loads(path.read_text())["details"]["targets"] if path.exists() else {}
     targets = {name: {**known, **results}[name] for name in NAMES if name in {**known, **results}}

@@ -139,7 +139,8 @@ def _facts(canary: Path) -> dict[str, Payload]:
 
     for network in ("dense(hidden=[1000000000])", "wrn(depth=10000000006, width=1)", "wrn(depth=16, width=100000000)",
                     "lstm(words=10000000000)", "os:system", "dense(hidden=[" + "4," * 100_000 + "])",
-                    "dense(hidden=[True])", "__import__('os').system('x')", "dense(hidden=[-1])", "a" * 100_000):  # fmt: skip
+                    "dense(hidden=[True])", "__import__('os').system('x')", "dense(hidden=[-1])",
+                    "a" * 100_000):  # fmt: skip
         add(f"network {network[:40]}", "config", network=network)
     add("a method of 10^9", "config", method="DeepEnsemble(members=1000000000)")
     add("a shape of 10^9", "facts", shape=[1, 10**9, 10**9])
@@ -525,7 +526,8 @@ READERS: dict[str, Reader] = {
     "CIFAR-10-C": Reader("labels.npy", _corrupted, lambda f: load_official(f, "fog", 1)),
     "results of a comparison": Reader("r.json", _json("r.json", _RESULT), lambda f: read_results(f / "r.json")),
     "results of a bench": Reader("b.json", _json("b.json", _BENCH), lambda f: read_bench(f / "b.json")),
-    "results of an experiment": Reader("e.json", lambda f: _experiment(f / "e.json"), lambda f: read_result(f / "e.json")),
+    "results of an experiment": Reader("e.json", lambda f: _experiment(f / "e.json"),
+                                       lambda f: read_result(f / "e.json")),
     "ONNX file": Reader("model.onnx", _onnx, lambda f: load_served(f / "model.onnx", threads=1), _onnxes),
 }  # fmt: skip
 

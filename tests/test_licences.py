@@ -41,7 +41,8 @@ def test_every_requirement_is_on_the_page(licences):
     ("licence", "kind"),
     [
         ("MIT", "permissive"), ("Apache-2.0 AND MIT", "permissive"), ("GNU General Public License v3", "copyleft"),
-        ("GPL-3.0-only", "copyleft"), ("AGPL-3.0", "copyleft"), ("LGPL-2.1", "weak copyleft"), ("MPL-2.0", "weak copyleft"),
+        ("GPL-3.0-only", "copyleft"), ("AGPL-3.0", "copyleft"), ("LGPL-2.1", "weak copyleft"),
+        ("MPL-2.0", "weak copyleft"),
         ("MIT OR GPL-2.0", "permissive"), ("Proprietary", "unknown"), ("", "unknown"), ("Permitted", "unknown"),
     ],
 )  # fmt: skip

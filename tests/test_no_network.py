@@ -1,4 +1,4 @@
-"""Nothing asks another machine for anything, unless it is asked to: every module and the main verbs, without sockets."""
+"""Nothing asks another machine for anything, unless asked to: every module and the main verbs, without sockets."""
 
 import subprocess
 import sys
@@ -63,8 +63,8 @@ sb.kl(model)
 from slimbayes.data import load
 load("digits")
 from slimbayes.cli import main
-for words in (["info"], ["compare", "--help"], ["--help"],
-              ["train", "--data", "digits", "--network", "dense(hidden=[4])", "--epochs", "1", "--out", str(folder / "run")]):
+train = f"train --data digits --network dense(hidden=[4]) --epochs 1 --out {folder / 'run'}"
+for words in (["info"], ["compare", "--help"], ["--help"], train.split()):
     try:
         sys.argv = ["slimbayes", *words]
         main()

@@ -194,14 +194,14 @@ def page(found: list[Package]) -> str:
     lines = [
         "# Licences",
         "",
-        "slimbayes is under the Apache License 2.0. It contains no code of the packages below: they are installed beside",
-        "it, each under its own licence. This list is made by `python tools/licences.py` of the metadata of the packages",
-        "that every extra of `pyproject.toml` installs, with all that those need.",
+        "slimbayes is under the Apache License 2.0. It contains no code of the packages below: they are installed",
+        "beside it, each under its own licence. This list is made by `python tools/licences.py` of the metadata of",
+        "the packages that every extra of `pyproject.toml` installs, with all that those need.",
         "",
         "Built for CUDA, torch also installs libraries of NVIDIA, under NVIDIA's own licence.",
         "",
-        f"{len(found)} packages, of which {len(found) - len(flagged)} are under a permissive licence (MIT, BSD, Apache and",
-        "the like).",
+        f"{len(found)} packages, of which {len(found) - len(flagged)} are under a permissive licence: MIT, BSD, Apache",
+        "or the like.",
         "",
     ]
     if flagged:

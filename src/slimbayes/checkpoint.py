@@ -31,6 +31,7 @@ from slimbayes.record import ATTRIBUTE, Record, find_record, unwrap
 
 FORMAT = 1
 HEADER = "slimbayes"
+MOST_TENSORS = 100_000  # of one file: making them takes time, however small they are
 PRIORS: dict[str, type[priors.Prior]] = {
     kind.__name__: kind
     for kind in (priors.Normal, priors.Cauchy, priors.LogNormal, priors.HalfCauchy, priors.HeNormal)
@@ -222,6 +223,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     A file that cannot be read is an OSError, one that is no whole safetensors file a ValueError.
     """
     content = read_whole(path)
+    names = content.count(b'"data_offsets"', 8, 8 + min(int.from_bytes(content[:8], "little"), len(content)))
+    if names > MOST_TENSORS:
+        raise ValueError(f"it names {names:,} tensors, more than {MOST_TENSORS:,}")
     try:
         tensors = deserialize(content)  # checks that the file is whole, header included
         size = int.from_bytes(content[:8], "little")

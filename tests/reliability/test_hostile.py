@@ -13,9 +13,9 @@ if not sys.platform.startswith("linux"):
 for extra in ("PIL", "pyarrow", "yaml", "onnx", "onnxruntime", "sklearn", "huggingface_hub"):
     pytest.importorskip(extra)
 
-from reliability import attacks, hostile
-from reliability.figures import RESULTS
-from reliability.readers import READERS
+from reliability import attacks, hostile  # noqa: E402
+from reliability.figures import RESULTS  # noqa: E402
+from reliability.readers import READERS  # noqa: E402
 
 # Those whose valid file takes long to make are left to the whole run.
 QUICK = [name for name in READERS if not name.startswith(("run folder", "ONNX", "scikit", "CIFAR-10-C"))]
@@ -68,7 +68,7 @@ def test_the_harness_sees_every_kind_of_harm(tmp_path, monkeypatch):
         (refuse, "unnamed"),
         (lambda folder: None, "read"),
     ):
-        monkeypatch.setattr(hostile, "SECONDS", 0.5 if outcome == "hung" else 30.0)
+        monkeypatch.setattr(hostile, "WAIT", 0.5 if outcome == "hung" else 30.0)
         assert hostile.isolated(read, tmp_path, tmp_path.name, canary)["outcome"] == outcome
 
 

@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 INSTRUMENTED = [
     *(f"slimbayes.{name}" for name in ("adapting", "checkpoint", "claims", "config", "convert", "data", "files",
                                        "methods", "priors", "record", "selection", "specs", "training.settings")),
-    "yaml", "zipfile",
+    "yaml", "zipfile", "numpy.lib._format_impl", "numpy.lib._npyio_impl",
 ]  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def record(results: dict[str, dict[str, Any]], folder: Path = RESULTS) -> Path:
         )
     notes = [
         "Fuzzed by coverage (atheris); a hang is more than 10 s for one input, a blow-up more than 2 GB of memory.",
-        "Checkpoints are fuzzed whole, and by their header with a checksum that fits it.",
+        "Checkpoints and archives are fuzzed whole, and by their headers with checksums that fit them.",
     ]
     seconds = sum(found["seconds"] for found in targets.values())
     command = "python -m reliability.fuzz all --seconds 600"

@@ -180,8 +180,8 @@ def record(found: list[dict[str, Any]], seconds: float, folder: Path = RESULTS) 
     wrong = [case for case in found if case["outcome"] not in ("read", "refused")]
     names = {
         "executed": "hostile files that ran code", "crashed": "that ended the process",
-        "hung": "that took more than 30 s", "blew up": "that took more than 2 GB", "unclear": "with an undocumented error",
-        "unnamed": "with an error that does not name the file",
+        "hung": "that took more than 30 s", "blew up": "that took more than 2 GB",
+        "unclear": "with an undocumented error", "unnamed": "with an error that does not name the file",
     }  # fmt: skip
     figures = [
         Figure(
@@ -193,8 +193,8 @@ def record(found: list[dict[str, Any]], seconds: float, folder: Path = RESULTS) 
     notes = [
         f"{counts['refused']} were refused with an error that names the file; {counts['read']} did no harm: they are "
         f"read as what they are.",
-        f"The slowest case took {slowest:.1f} s of the processor, the largest {most / 2**20:.0f} MB of memory more than "
-        f"before.",
+        f"The slowest case took {slowest:.1f} s of the processor, the largest {most / 2**20:.0f} MB of memory beyond "
+        f"what the process had.",
     ]
     by_reader = {name: dict(Counter(c["outcome"] for c in found if c["reader"] == name)) for name in READERS}
     read = sorted(f"{case['reader']}: {case['case']}" for case in found if case["outcome"] == "read")

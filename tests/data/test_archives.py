@@ -93,6 +93,12 @@ def test_a_million_columns_and_names(tmp_path):
     assert len(str(caught.value)) < 500
 
 
+def test_nothing_but_quotes(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'""')
+    with pytest.raises(DataError, match=r"a\.csv: the file is empty"):
+        load(tmp_path / "a.csv", target="y")
+
+
 def test_labels_that_are_long_numbers(tmp_path):
     (tmp_path / "a.csv").write_text(
         "x,y\n" + "".join(f"{i},{'9' * 5000 if i % 2 else 7}\n" for i in range(8))

@@ -51,7 +51,7 @@ def check_page(html, scripts=1):
         for name, value in attributes.items():
             assert not name.startswith("on") and re.fullmatch(r"[a-z:-]+[0-9]?", name), (tag, name)
             if name in ("href", "src", "xlink:href", "action", "formaction", "srcset", "data", "poster"):
-                inside = r"#|data:(text/csv|image/(png|jpeg|svg\+xml))[;,]|[.\w/-]+$|https://"
+                inside = r"#|data:(text/csv|text/markdown|image/(png|jpeg|svg\+xml))[;,]|[.\w/-]+$|https://"
                 assert re.match(inside, value) and MARK not in value, (tag, name, value[:80])
             if name in ("style", "id", "class"):
                 assert MARK not in (value or ""), (tag, name, value)
@@ -65,10 +65,10 @@ def check_svg(path):
     root = ET.fromstring(path.read_text(encoding="utf-8"))
     for element in root.iter():
         name = str(element.tag).rpartition("}")[2]
-        assert name not in ("script", "foreignObject", "iframe", "image", "a", MARK), name
+        assert name not in ("script", "foreignObject", "iframe", "a", MARK), name
         assert not [key for key in element.attrib if key.lower().startswith("on")]
         links = [value for key, value in element.attrib.items() if key.endswith("href")]
-        assert all(value.startswith("#") for value in links)
+        assert all(value.startswith(("#", "data:image/png;base64,")) for value in links)
 
 
 @pytest.mark.uncounted

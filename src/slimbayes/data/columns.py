@@ -103,6 +103,8 @@ def _csv(path: Path) -> Columns:
                 blanks.append((len(rows), reader.line_num))
     except csv.Error as error:
         raise DataError(f"{path}: line {reader.line_num}: {error}") from error
+    if not rows:  # nothing but quotes
+        raise DataError(f"{path}: the file is empty")
     header = [name.strip() for name in rows[0]]
     _check_header(path, header)
     if len(rows) == 1:

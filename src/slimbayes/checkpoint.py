@@ -22,14 +22,16 @@ from torch import Tensor, nn
 
 from slimbayes import priors
 from slimbayes.adapting import base_tensors, fingerprint, other_base
+from slimbayes.claims import check_members, outgrows, weightless
 from slimbayes.convert import all_or_nothing, bayesianize
-from slimbayes.files import write_whole
+from slimbayes.files import parse_json, read_whole, shortened, write_whole
 from slimbayes.layers.dropout import ACTIVE
 from slimbayes.methods import METHODS, DeepEnsemble, Deterministic, MCDropout, Method
 from slimbayes.record import ATTRIBUTE, Record, find_record, unwrap
 
 FORMAT = 1
 HEADER = "slimbayes"
+MOST_TENSORS = 100_000  # of one file: making them takes time, however small they are
 PRIORS: dict[str, type[priors.Prior]] = {
     kind.__name__: kind
     for kind in (priors.Normal, priors.Cauchy, priors.LogNormal, priors.HalfCauchy, priors.HeNormal)
@@ -99,7 +101,7 @@ def load(network: Network, path: str | os.PathLike[str]) -> Network:
             _check_architecture(inner, header, _with_base(inner, header, tensors), path)
         _check_base(inner, header, path)
         if existing is None:
-            _convert_like(inner, methods, header["layers"], header["dropouts"])
+            _convert_checked(inner, methods, header, tensors, path)
         tensors = _with_base(inner, header, tensors)
         _check_tensors(inner.state_dict(), tensors, path)
         inner.load_state_dict(tensors, strict=True)
@@ -167,7 +169,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
     try:
         tensors, metadata = read_tensors(path)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} is not a whole safetensors file ({error}); it was truncated or is of another "
             f"kind. Use an earlier checkpoint"
@@ -177,7 +179,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{str(path)!r} was not written by sb.save; load plain weights with load_state_dict"
         )
     try:
-        header = json.loads(metadata[HEADER])
+        header = parse_json(metadata[HEADER])
         known = header["format"]
         if known != FORMAT:
             raise CheckpointError(
@@ -189,13 +191,22 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if "base" in header:
             header.update(base=dict(header["base"]), frozen=set(header["frozen"]))
         tensors.update({name: tensors[original] for name, original in aliases.items()})
-        if not all(0 <= rule < len(header["methods"]) for rule in dict(header["layers"]).values()):
+        header["layers"] = dict(header["layers"])
+        if not isinstance(header["methods"], list):
+            raise TypeError("its methods are no list")
+        if not all(type(r) is int and 0 <= r < len(header["methods"]) for r in header["layers"].values()):
             raise ValueError("a layer names a method that is not there")
     except CheckpointError:
         raise
-    except (KeyError, TypeError, ValueError) as error:  # JSON errors are ValueErrors
+    except (
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # JSON errors are ValueErrors
         raise CheckpointError(
-            f"the header of {str(path)!r} is damaged ({error!r}); use an earlier checkpoint"
+            f"the header of {str(path)!r} is damaged ({shortened(repr(error))}); use an earlier checkpoint"
         ) from error
     if not intact:
         raise CheckpointError(
@@ -209,11 +220,19 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and the metadata of a safetensors file, from one reading of it.
 
     safe_open opens a file twice: if another process puts a new one in its place in between, the two do not match.
+    A file that cannot be read is an OSError, one that is no whole safetensors file a ValueError.
     """
-    content = path.read_bytes()
-    tensors = deserialize(content)  # checks that the file is whole, header included
-    size = int.from_bytes(content[:8], "little")
-    return tensors, json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+    content = read_whole(path)
+    names = content.count(b'"data_offsets"', 8, 8 + min(int.from_bytes(content[:8], "little"), len(content)))
+    if names > MOST_TENSORS:
+        raise ValueError(f"it names {names:,} tensors, more than {MOST_TENSORS:,}")
+    try:
+        tensors = deserialize(content)  # checks that the file is whole, header included
+        size = int.from_bytes(content[:8], "little")
+        return tensors, parse_json(content[8 : 8 + size].decode()).get("__metadata__") or {}
+    except (SafetensorError, LookupError, RuntimeError, TypeError, OverflowError, MemoryError) as error:
+        # A type of numbers that torch does not have, a shape that overflows: what is damaged can fail anywhere.
+        raise ValueError(shortened(error) or type(error).__name__) from error
 
 
 def describe_methods(record: Record) -> list[dict[str, Any]]:
@@ -249,9 +268,9 @@ def _method_from_json(entry: dict[str, Any], path: str | os.PathLike[str]) -> Me
             elif isinstance(value, list):
                 options[key] = tuple(value)
         return kind(**options)
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{str(path)!r} names a method that this version does not know: {entry!r}"
+            f"{str(path)!r} names a method that this version does not know: {shortened(repr(entry))}; update slimbayes"
         ) from error
 
 
@@ -315,6 +334,39 @@ def _check_tensors(
             f"{str(path)!r} does not fit this network: not in the network {extra[:4]}, not in the checkpoint "
             f"{absent[:4]}, of another shape {wrong[:4]}"
         )
+
+
+def _convert_checked(
+    network: nn.Module,
+    methods: list[Method],
+    header: dict[str, Any],
+    tensors: dict[str, Tensor],
+    path: str | os.PathLike[str],
+) -> None:
+    """``_convert_like``, tried without memory first where the file names far more than it holds."""
+    asked = methods, header["layers"], header["dropouts"]
+    try:
+        check_members(methods, header["layers"], tensors)
+        if outgrows(network, methods, tensors):
+            trial = weightless(network)
+            _convert_like(trial, *asked)
+            _check_tensors(trial.state_dict(), _with_base(trial, header, tensors), path)
+        _convert_like(network, *asked)
+    except CheckpointError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CheckpointError(
+            f"{str(path)!r} names a conversion that the given {type(network).__name__} does not take "
+            f"({shortened(error)}): pass the network that was saved, or use an earlier checkpoint"
+        ) from error
 
 
 def _convert_like(

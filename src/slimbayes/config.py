@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slimbayes.extras import need
-from slimbayes.files import write_whole
+from slimbayes.files import read_text, shortened, write_whole
 from slimbayes.methods import Method
 from slimbayes.specs import network_builder, parse_method
 from slimbayes.training import Training
 from slimbayes.training.settings import real_number, whole_number
+
+LARGEST = 1 << 20  # bytes of a configuration file, and its values when every alias is written out
+_MERGED = 100  # mappings that one "<<" may name
 
 
 class ConfigError(ValueError):
@@ -181,11 +184,11 @@ def from_dict(kind: type[Config], values: Any, base: Config | None = None) -> Co
             raise ConfigError(f"unknown entry {name!r}; {hint}")
         if name == "training":
             if not isinstance(value, dict):
-                raise ConfigError(f"training must be a mapping of settings, got {value!r}")
+                raise ConfigError(f"training must be a mapping of settings, got {shortened(repr(value))}")
             value = Training.from_dict({**base.training.to_dict(), **value})
         elif name == "contenders":
             if not isinstance(value, (list, tuple)):
-                raise ConfigError(f"contenders must be a list of methods, got {value!r}")
+                raise ConfigError(f"contenders must be a list of methods, got {shortened(repr(value))}")
             value = tuple(_contender(entry) for entry in value)
         changes[name] = value
     return dataclasses.replace(base, **changes)
@@ -206,17 +209,50 @@ def _contender(entry: Any) -> Contender:
 
 def read_config(kind: type[Config], path: Path, base: Config | None = None) -> Config:
     """The configuration in a YAML file."""
-    yaml = _yaml()
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), yaml_loader())
+        text = read_text(path, LARGEST)
     except FileNotFoundError:
         raise ConfigError(f"no configuration file at {str(path)!r}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{str(path)!r} is no YAML: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read ({error}): give a YAML file") from error
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is no YAML, which is text in UTF-8: {error}") from error
+    values = read_yaml(text, repr(str(path)))
     try:
         return from_dict(kind, {} if values is None else values, base)
-    except ValueError as error:
-        raise ConfigError(f"{str(path)!r}: {error}") from error
+    except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r}: {shortened(error, 2000)}") from error
+
+
+def read_yaml(text: str, name: str) -> Any:
+    """Plain values from YAML; what is no YAML, or grows beyond measure by its aliases, is a ConfigError."""
+    try:
+        values = _yaml().load(text, yaml_loader())
+    except (
+        Exception
+    ) as error:  # of a hostile text PyYAML's constructors raise a dozen types, RecursionError too
+        what = shortened(" ".join(str(error).split()), 500) or type(error).__name__
+        raise ConfigError(f"{name} is no YAML: {what}; write plain names, numbers and lists") from error
+    if _written_out(values, {}) > LARGEST:
+        raise ConfigError(
+            f"{name} has aliases that repeat its values without end: write the values themselves"
+        )
+    return values
+
+
+def _written_out(value: Any, known: dict[int, float]) -> float:
+    """How many values and characters there are, each alias counted as often as it is used; infinity for a circle."""
+    if isinstance(value, (str, bytes)):
+        return 1 + len(value)
+    if isinstance(value, int):
+        return 1 + value.bit_length() / 4
+    if not isinstance(value, (dict, list, tuple, set)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = float("inf")  # until it is counted: inside of itself it would not end
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_written_out(entry, known) for entry in inner)
+    return known[id(value)]
 
 
 def write_config(config: RunConfig | CompareConfig, path: Path) -> None:
@@ -232,12 +268,39 @@ def yaml_loader() -> Any:
     {'lr': 0.001, 'name': 'e3'}
     """
 
-    class Loader(_yaml().SafeLoader):  # type: ignore[misc]
-        pass
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        def flatten_mapping(self, node: Any) -> None:
+            # "<<: [*a, *a, ...]" on top of another multiplies the entries with every level.
+            for key, value in node.value:
+                many = isinstance(value, yaml.SequenceNode) and len(value.value) > _MERGED
+                if key.tag == "tag:yaml.org,2002:merge" and many:
+                    raise ConfigError(f"one << joins {len(value.value)} mappings: at most {_MERGED}")
+            super().flatten_mapping(node)
+            if len(node.value) > 100 * _MERGED:
+                raise ConfigError(f"a mapping has {len(node.value)} entries: at most {100 * _MERGED}")
+
+        def construct_yaml_int(self, node: Any) -> Any:
+            _check_length(node)
+            return super().construct_yaml_int(node)
+
+        def construct_yaml_float(self, node: Any) -> Any:
+            _check_length(node)
+            return super().construct_yaml_float(node)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_yaml_float)
 
     number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     return Loader
+
+
+def _check_length(node: Any) -> None:
+    """Numbers to the base of sixty, 1:30:00, take a time that grows with the square of their length."""
+    if len(str(node.value)) > 1000:
+        raise ConfigError(f"a number of {len(str(node.value))} characters: write at most 1000")
 
 
 def _yaml() -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import DataError
-from slimbayes.files import write_whole
+from slimbayes.files import formula_safe, write_whole
 from slimbayes.predictive import Predictive
 from slimbayes.runs import Facts, Run
 from slimbayes.served import ServedRun
@@ -85,7 +85,10 @@ def _real(facts: Facts, found: Predictive, level: float) -> Table:
 
 
 def write_table(table: Table, path: Path) -> None:
-    """Write a table as .csv, .json (a list of rows) or .npz (one array per column), whole or not at all."""
+    """Write a table as .csv, .json (a list of rows) or .npz (one array per column), whole or not at all.
+
+    In .csv a name of a class or a file that a spreadsheet would run as a formula gets an apostrophe before it.
+    """
     if path.suffix not in SUFFIXES:
         raise ValueError(f"cannot write {str(path)!r}: give a name that ends in one of {', '.join(SUFFIXES)}")
     rows = zip(*table.values(), strict=True)
@@ -98,6 +101,8 @@ def write_table(table: Table, path: Path) -> None:
     else:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(table)
-        writer.writerows([f"{v:.6g}" if isinstance(v, float) else v for v in row] for row in rows)
+        writer.writerow([formula_safe(name) for name in table])
+        writer.writerows(
+            [f"{v:.6g}" if isinstance(v, float) else formula_safe(v) for v in row] for row in rows
+        )
         write_whole(path, text.getvalue())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.checkpoint import CheckpointError, load, save
+from slimbayes.claims import check_network, shapes_of
 from slimbayes.config import RunConfig, from_dict, write_config
 from slimbayes.convert import bayesianize
 from slimbayes.data import Dataset, Scaling, StreamedDataset, stream
 from slimbayes.data import load as load_data
-from slimbayes.files import write_whole
+from slimbayes.files import read_json, shortened, write_whole
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood
 from slimbayes.predict import predict
 from slimbayes.predictive import Predictive
 from slimbayes.provenance import provenance
 from slimbayes.record import find_record
-from slimbayes.specs import network_builder, parse_method
+from slimbayes.specs import SpecError, network_builder, parse_method
 from slimbayes.summary import summary
 from slimbayes.training import FitResult, fit, mixed_seed
 from slimbayes.training.settings import whole_number
@@ -219,6 +221,16 @@ def precision_of(likelihood: Likelihood) -> float | None:
     return math.exp(float(likelihood.log_precision.detach()))
 
 
+def _check_claims(folder: Path, text: str, build: Callable[[], nn.Module]) -> None:
+    """Raise unless the network that a folder names is the one whose weights it holds, before it is made."""
+    try:
+        check_network(build, text, shapes_of(folder / MODEL))
+    except (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{FACTS} and {MODEL} of {str(folder)!r} do not fit together ({shortened(error)}): train again"
+        ) from error
+
+
 def load_run(folder: str | Path, network: str | None = None, device: str | None = None) -> Run:
     """A trained model from its folder, on a GPU if there is one and ``device`` does not say otherwise.
 
@@ -226,7 +238,7 @@ def load_run(folder: str | Path, network: str | None = None, device: str | None 
     """
     folder = Path(folder)
     try:
-        content = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        content = read_json(folder / FACTS)
         if content["format"] != FORMAT or content["version"] != 1:
             raise CheckpointError(f"{str(folder / FACTS)!r} is of another format: update slimbayes")
         config = from_dict(RunConfig, content["config"])
@@ -246,14 +258,28 @@ def load_run(folder: str | Path, network: str | None = None, device: str | None 
         raise CheckpointError(f"no trained model in {str(folder)!r} ({FACTS} is missing); {why}") from None
     except CheckpointError:
         raise
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{str(folder / FACTS)!r} is damaged ({error!r}): train again") from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        what = shortened(repr(error))
+        raise CheckpointError(f"{str(folder / FACTS)!r} is damaged ({what}): train again") from error
     if not (folder / MODEL).is_file():
         raise CheckpointError(f"the weights of {str(folder)!r} are gone ({MODEL} is missing): train again")
     if network is not None:
         config = dataclasses.replace(config, network=network)
     with torch.random.fork_rng(devices=[]):
-        builder = network_builder(config.network, allow_code=network is not None)
+        try:
+            builder = network_builder(config.network, allow_code=network is not None)
+        except SpecError as error:
+            raise SpecError(f"{str(folder)!r}: {error}") from error
+        if network is None:
+            _check_claims(folder, config.network, lambda: builder(facts.shape, facts.num_outputs))
         plain = builder(facts.shape, facts.num_outputs).to(
             _DTYPES.get(config.training.precision, torch.float32)
         )

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from slimbayes import priors
+from slimbayes.files import shortened
 from slimbayes.methods import METHODS, Method
 from slimbayes.models.build import NETWORKS, build, default_network
 
@@ -20,6 +21,9 @@ _PRIORS = {
     kind.__name__: kind
     for kind in (priors.Normal, priors.Cauchy, priors.LogNormal, priors.HalfCauchy, priors.HeNormal)
 }
+
+
+_LONGEST = 10_000  # characters of a method or network
 
 
 class SpecError(ValueError):
@@ -44,7 +48,7 @@ def parse_method(text: str) -> Method:
     try:
         return METHODS[name](*arguments, **options)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:  # prior=5 has no distribution
-        raise SpecError(f"{text!r}: {error}") from error
+        raise SpecError(f"{_shorten(text)}: {shortened(error)}") from error
 
 
 def network_builder(text: str, allow_code: bool = True) -> Callable[[tuple[int, ...], int], nn.Module]:
@@ -94,6 +98,10 @@ def _imported(text: str) -> Callable[[tuple[int, ...], int], nn.Module]:
 
 
 def _call(text: str, what: str) -> tuple[str, list[Any], dict[str, Any]]:
+    if len(text) > _LONGEST:
+        raise SpecError(
+            f"the {what} {_shorten(text)} has {len(text):,} characters: write at most {_LONGEST:,}"
+        )
     try:
         node = ast.parse(text.strip(), mode="eval").body
         if isinstance(node, ast.Name):
@@ -133,4 +141,4 @@ def _unknown(what: str, name: str, known: dict[str, Any]) -> str:
     lower = {key.lower(): key for key in known}
     close = difflib.get_close_matches(name.lower(), lower, 1)
     hint = f" did you mean {lower[close[0]]!r}?" if close else ""
-    return f"unknown {what} {name!r};{hint} Known: {', '.join(known)}"
+    return f"unknown {what} {_shorten(name)};{hint} Known: {', '.join(known)}"

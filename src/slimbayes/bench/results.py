@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimbayes.bench.settings import REFERENCE
-from slimbayes.files import write_whole
+from slimbayes.files import read_json, shortened, write_whole
 
 FORMAT, VERSION = "slimbayes-bench", 1
 KEYS = ("group", "network", "phase", "mode", "method")
@@ -76,16 +76,23 @@ def key(cell: Cell) -> Key:
 def read_results(path: Path) -> Results:
     """Results that ``write`` wrote."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise BenchError(f"{str(path)!r} is no JSON: {error}") from error
+        content = read_json(path)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise BenchError(
+            f"{str(path)!r} is no JSON: {shortened(error)}; measure again: slimbayes bench"
+        ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BenchError(f"{str(path)!r} is no file of slimbayes bench (its format is not {FORMAT})")
     if content.get("version") != VERSION:
         raise BenchError(
             f"{str(path)!r} has version {content.get('version')!r}, and this version reads {VERSION}: update slimbayes"
         )
-    return Results(content["device"], content["hardware"], content["runs"], content["cells"])
+    try:
+        return Results(content["device"], content["hardware"], content["runs"], content["cells"])
+    except KeyError as error:
+        raise BenchError(f"{str(path)!r} lacks {error}; measure again: slimbayes bench") from error
 
 
 def median_error(values: Sequence[float]) -> float | None:

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from slimbayes.cli.errors import screen
-from slimbayes.config import CompareConfig, ConfigError, RunConfig, write_config, yaml_loader
+from slimbayes.config import CompareConfig, ConfigError, RunConfig, read_yaml, write_config
 from slimbayes.extras import need
 
 DataRoot = Annotated[
@@ -91,15 +91,14 @@ def pairs(entries: list[str] | None, option: str) -> dict[str, Any]:
     >>> pairs(["l2=1e-4", "milestones=[0.5, 0.9]", "name=a"], "--set")
     {'l2': 0.0001, 'milestones': [0.5, 0.9], 'name': 'a'}
     """
-    yaml = need("yaml", f"{option} KEY=VALUE", "cli")
     found: dict[str, Any] = {}
     for entry in entries or ():
         key, separator, text = entry.partition("=")
         if not separator or not key:
             raise ConfigError(f"{option} {entry!r}: write KEY=VALUE")
         try:
-            value = yaml.load(text, yaml_loader())
-        except yaml.YAMLError as error:
+            value = read_yaml(text, option)
+        except ConfigError as error:
             raise ConfigError(f"{option} {entry!r}: the value cannot be read") from error
         found[key.strip()] = value
     return found

@@ -20,7 +20,7 @@ from slimbayes.compare.bench import Bench, spread
 from slimbayes.config import CompareConfig, Contender
 from slimbayes.data import DataError, Dataset, Split, StreamedDataset
 from slimbayes.data import load as load_data
-from slimbayes.files import write_whole
+from slimbayes.files import read_json, write_whole
 from slimbayes.methods import Deterministic
 from slimbayes.processes import workers
 from slimbayes.runs import Facts, Run, open_data
@@ -122,7 +122,7 @@ def _read_cell(path: Path | None, key: str) -> dict[str, Any] | None:
     if path is None or not path.exists():
         return None
     try:
-        cell: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        cell: dict[str, Any] = read_json(path)
         return cell if cell["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -201,6 +201,6 @@ def _training_of(folder: Path) -> tuple[list[dict[str, float]], float | None]:
     try:
         with open(folder / "history.csv", newline="") as file:
             rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-        return rows, json.loads((folder / "run.json").read_text())["seconds"]
-    except (OSError, ValueError, KeyError):
+        return rows, read_json(folder / "run.json")["seconds"]
+    except (OSError, ValueError, KeyError, TypeError, csv.Error):
         return [], None

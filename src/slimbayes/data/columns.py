@@ -7,6 +7,7 @@ import difflib
 import io
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimbayes.data.archives import check_ordinary
 from slimbayes.data.base import DataError
 from slimbayes.data.files import need
+from slimbayes.files import read_whole, shortened
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 _WORDS = {"true": 1.0, "false": 0.0}
 _LARGEST = 3e38  # about float32's
+MOST_CELLS = 20_000_000  # of a Parquet file that is much smaller than they
 
 
 @dataclass(frozen=True)
@@ -35,15 +39,17 @@ class Columns:
     def where(self, row: int, column: str) -> str:
         """Such as "row 17, column 'age'": rows count from 1 after the header; the line if it differs."""
         line = "" if self.lines is None or self.lines[row] == row + 2 else f" (line {self.lines[row]})"
-        return f"row {row + 1}{line}, column {column!r}"
+        return f"row {row + 1}{line}, column {shortened(column)!r}"
 
     def require(self, names: Sequence[str]) -> None:
         """Raise unless every name is a column; suggest the closest."""
         for name in names:
             if name not in self.values:
-                close = difflib.get_close_matches(name, list(self.values), n=1)
+                known = [other for other in list(self.values)[:1000] if len(other) < 100]
+                close = difflib.get_close_matches(name, known, n=1)
                 hint = f" (did you mean {close[0]!r}?)" if close else ""
-                raise DataError(f"{self.path}: no column {name!r}{hint}; it has {', '.join(self.values)}")
+                there = shortened(", ".join(self.values), 500)
+                raise DataError(f"{self.path}: no column {name!r}{hint}; it has {there}")
 
 
 def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
@@ -64,8 +70,9 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> tuple[Te
 
 def read_columns(path: Path) -> Columns:
     """Every column of a CSV, TSV or Parquet file."""
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"{path}: no such file (looked in {path.parent.absolute()})")
+    check_ordinary(path)
     if path.suffix.lower() in (".parquet", ".pq"):
         return _parquet(path)
     return _csv(path)
@@ -73,7 +80,9 @@ def read_columns(path: Path) -> Columns:
 
 def _csv(path: Path) -> Columns:
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # drops a byte-order mark
+        text = read_whole(path).decode("utf-8-sig")  # drops a byte-order mark
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8: save the file as UTF-8") from error
     if "\0" in text:
@@ -94,10 +103,12 @@ def _csv(path: Path) -> Columns:
                 blanks.append((len(rows), reader.line_num))
     except csv.Error as error:
         raise DataError(f"{path}: line {reader.line_num}: {error}") from error
+    if not rows:  # nothing but quotes
+        raise DataError(f"{path}: the file is empty")
     header = [name.strip() for name in rows[0]]
     _check_header(path, header)
     if len(rows) == 1:
-        raise DataError(f"{path}: it has a header ({', '.join(header)}) but no rows")
+        raise DataError(f"{path}: it has a header ({shortened(', '.join(header))}) but no rows")
     # In one column a blank line is an empty cell, unless only blank lines follow.
     if len(header) == 1 and blanks and blanks[0][0] < len(rows):
         raise DataError(f"{path}: line {blanks[0][1]} is empty: drop the row, or fill it in (impute) before")
@@ -119,10 +130,11 @@ def _separator(text: str) -> str:
 
 
 def _check_header(path: Path, header: list[str]) -> None:
-    twice = sorted({name for name in header if header.count(name) > 1})
-    if twice:
+    counts = Counter(header)
+    twice = min((name for name, count in counts.items() if count > 1), default=None)
+    if twice is not None:
         raise DataError(
-            f"{path}: the column name {twice[0]!r} occurs {header.count(twice[0])} times: rename them"
+            f"{path}: the column name {shortened(twice)!r} occurs {counts[twice]} times: rename them"
         )
     if "" in header:
         raise DataError(f"{path}: column {header.index('') + 1} has no name: give it one in the first line")
@@ -132,13 +144,31 @@ def _parquet(path: Path) -> Columns:
     parquet = need("pyarrow.parquet", "reading Parquet files")
     arrow = need("pyarrow", "reading Parquet files")
     try:
-        content = parquet.read_table(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error})") from error
+        with parquet.ParquetFile(
+            path
+        ) as file:  # not read_table, which takes columns from the names of folders too
+            cells = file.metadata.num_rows * max(1, file.metadata.num_columns)
+            if cells > MOST_CELLS and cells > 1000 * path.stat().st_size:
+                raise DataError(
+                    f"{path}: {cells:,} values in {path.stat().st_size:,} bytes, more than such a file should hold: "
+                    f"if you trust it, save it as CSV"
+                )
+            content = file.read()
+    except DataError:
+        raise
+    except (arrow.ArrowException, ArithmeticError, MemoryError, OSError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: not a readable Parquet file ({shortened(error)}); write it again"
+        ) from error
     _check_header(path, list(content.column_names))
     if content.num_rows == 0 or not content.column_names:
         raise DataError(f"{path}: it has {content.num_rows} rows and {content.num_columns} columns: empty")
-    return Columns(path, {name: content.column(name).to_pylist() for name in content.column_names})
+    try:
+        return Columns(path, {name: content.column(name).to_pylist() for name in content.column_names})
+    except (arrow.ArrowException, ArithmeticError, MemoryError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: values that Python does not hold ({shortened(error)}): save numbers"
+        ) from error
 
 
 def is_missing(value: Any) -> bool:
@@ -191,10 +221,10 @@ def _number(content: Columns, row: int, name: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         comma = text.replace(",", "", 1).lstrip("+-").isdigit() and "," in text
         remedy = "write a decimal point" if comma else "encode it as numbers or exclude the column"
-        message = f"{content.path}: {content.where(row, name)}: {text!r} is not a number: {remedy}"
+        message = f"{content.path}: {content.where(row, name)}: {shortened(text)!r} is not a number: {remedy}"
         raise DataError(message) from None
     if not math.isfinite(number) or abs(number) >= _LARGEST:
         raise DataError(
-            f"{content.path}: {content.where(row, name)}: {text!r} is not a finite float32 number"
+            f"{content.path}: {content.where(row, name)}: {shortened(text)!r} is not a finite float32 number"
         )
     return number

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from slimbayes import extras
+from slimbayes.data.archives import check_archive
 from slimbayes.data.base import DataError
+from slimbayes.files import shortened
 from slimbayes.keyed import layer_key, philox
 
 ROOT_VARIABLE = "SLIMBAYES_DATA"
@@ -66,28 +68,37 @@ def missing(
 
 
 def read_npz(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray[Any, Any]]:
-    """Arrays of an .npz file by key; pickled objects are refused."""
+    """Arrays of an .npz file by key; pickled objects, and archives that unpack without measure, are refused."""
     try:
+        check_archive(path, keys)
         with np.load(path, allow_pickle=False) as archive:
             absent = [key for key in keys if key not in archive.files]
             if absent:
                 raise DataError(
-                    f"{path}: no array {', '.join(map(repr, absent))}; it has {', '.join(archive.files)}"
+                    f"{path}: no array {', '.join(map(repr, absent))}; it has {shortened(', '.join(archive.files))}"
                 )
             return {key: archive[key] for key in keys}
     except DataError:
         raise
     except Exception as error:  # zipfile and numpy raise a dozen types for damaged files
-        raise DataError(f"{path}: not a readable .npz of plain arrays ({error})") from error
+        raise _no_archive(path, error) from error
+
+
+def _no_archive(path: Path, error: Exception) -> DataError:
+    what = shortened(error) or type(error).__name__
+    return DataError(f"{path}: not a readable .npz of plain arrays ({what}); save it again with numpy.savez")
 
 
 def npz_keys(path: Path) -> list[str]:
     """The names of the arrays in an .npz file."""
     try:
+        check_archive(path, ())
         with np.load(path, allow_pickle=False) as archive:
             return list(archive.files)
+    except DataError:
+        raise
     except Exception as error:
-        raise DataError(f"{path}: not a readable .npz of plain arrays ({error})") from error
+        raise _no_archive(path, error) from error
 
 
 def permutation(

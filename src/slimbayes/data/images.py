@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import itertools
+import math
 import os
 import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimbayes.data.archives import unpack
 from slimbayes.data.base import DataError, Dataset, Scaling, Split
 from slimbayes.data.files import need, read_npz, require
 from slimbayes.data.unpickle import read_pickle
+from slimbayes.files import read_whole
 
 Root = str | os.PathLike[str] | None
 Array = np.ndarray[Any, Any]
@@ -98,9 +99,11 @@ def strips(blob: Array, offsets: Array, path: Path) -> Tensor:
     parts = []
     for index, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         try:
-            strip = np.asarray(image.open(io.BytesIO(blob[start:end].tobytes())).convert("RGB"))
+            strip = np.asarray(
+                image.open(io.BytesIO(blob[start:end].tobytes()), formats=("JPEG",)).convert("RGB")
+            )
             parts.append(torch.from_numpy(strip.reshape(-1, 32, 32, 3).copy()))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # Pillow's decoders raise a dozen types
             raise DataError(f"{path}: JPEG strip {index} is damaged ({error})") from error
     return torch.cat(parts).movedim(-1, 1).contiguous()  # [N, 3, 32, 32]
 
@@ -136,8 +139,14 @@ def _cifar_python(path: Path, number: int) -> tuple[Split, Split, tuple[str, ...
         _pickled([path / n for n in files]) for files in (names, ["test_batch" if ten else "test"])
     )
     meta = path / ("batches.meta" if ten else "meta")
-    found = read_pickle(meta).get("label_names" if ten else "fine_label_names", []) if meta.exists() else []
-    return train, test, _names_of([n.decode() if isinstance(n, bytes) else str(n) for n in found], number)
+    content = read_pickle(meta) if meta.exists() else {}
+    found = (
+        content.get("label_names" if ten else "fine_label_names", []) if isinstance(content, dict) else None
+    )
+    if not isinstance(found, list):
+        raise DataError(f"{meta}: no list of class names: unpack the whole archive from {CIFAR_HOME}")
+    names_found = [n.decode("utf-8", "replace") if isinstance(n, bytes) else str(n) for n in found]
+    return train, test, _names_of(names_found, number)
 
 
 def _pickled(paths: list[Path]) -> Split:
@@ -150,11 +159,15 @@ def _pickled(paths: list[Path]) -> Split:
         data = batch.get("data") if isinstance(batch, dict) else None
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape[1:] != (3072,):
             raise DataError(f"{path}: no uint8 array 'data' of [N, 3072]: not a CIFAR batch")
-        if not isinstance(found, list) or len(found) != len(data):
+        if not isinstance(found, list) or len(found) != len(data) or not all(map(_label, found)):
             raise DataError(f"{path}: no list of {len(data)} labels: not a CIFAR batch")
         images.append(torch.from_numpy(data.copy()).view(-1, 3, 32, 32))
         labels.extend(found)
     return _split(torch.cat(images), np.array(labels, dtype=np.int64))
+
+
+def _label(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < 100
 
 
 def mnist(root: Root = None) -> Dataset:
@@ -192,8 +205,8 @@ def read_idx(path: Path) -> Array:
         raise DataError(f"{path}: not an idx file of bytes (it starts with {raw[:4].hex()})")
     dimensions = raw[3]
     shape = struct.unpack(f">{dimensions}I", raw[4 : 4 + 4 * dimensions])
-    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions)
-    if values.size != np.prod(shape, dtype=np.int64):
+    values = np.frombuffer(raw[4 + 4 * dimensions :], np.uint8)
+    if values.size != math.prod(shape) or dimensions > 4:
         raise DataError(
             f"{path}: {values.size} bytes for the shape {list(shape)}: the file is cut or damaged"
         )
@@ -212,11 +225,11 @@ def load_images(name: str, root: Root = None) -> Tensor:
 def _bytes(path: Path) -> bytes:
     if not path.exists():
         raise DataError(f"{path} is missing beside the others: unpack the whole archive")
-    raw = path.read_bytes()
     try:
-        return gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip file ({error})") from error
+        raw = read_whole(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}); get the original file") from error
+    return unpack(raw, path) if path.suffix == ".gz" else raw
 
 
 def _either(path: Path) -> Path:

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimbayes.data.archives import check_ordinary
 from slimbayes.data.base import DataError, Dataset
 from slimbayes.data.columns import read_table
 from slimbayes.data.files import need, npz_keys, read_npz
-from slimbayes.data.streams import SUFFIXES, centre_crop, decode
+from slimbayes.data.streams import FORMATS, SUFFIXES, centre_crop, decode
+from slimbayes.files import shortened
 
 
 def read_inputs(
@@ -67,7 +69,7 @@ def _array(path: Path, kind: str, shape: tuple[int, ...]) -> Tensor:
     keys = npz_keys(path)
     key = next((name for name in ("inputs", "images") if name in keys), None)
     if key is None:
-        raise DataError(f"{path}: no array 'inputs' or 'images'; it has {', '.join(keys)}")
+        raise DataError(f"{path}: no array 'inputs' or 'images'; it has {shortened(', '.join(keys))}")
     array = read_npz(path, (key,))[key]
     if kind == "image" and array.ndim == 3 and len(shape) == 3 and shape[0] == 1:
         array = array[:, None]  # grey images [N, H, W]
@@ -118,17 +120,25 @@ def _images(path: Path, shape: tuple[int, ...], crop: bool) -> tuple[Tensor, tup
         files = [path]
     # Streamed sets have images of many sizes: the model learnt on their centres, and gets those here too.
     images = [
-        centre_crop(decode(f.read_bytes(), str(f)), shape[-1]) if crop else read_image(f, shape)
-        for f in files
+        centre_crop(decode(_bytes(f), str(f)), shape[-1]) if crop else read_image(f, shape) for f in files
     ]
     return torch.stack(images), tuple(f.name for f in files)
+
+
+def _bytes(path: Path) -> bytes:
+    check_ordinary(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def read_image(path: Path, shape: tuple[int, ...] | None = None) -> Tensor:
     """One image file as uint8 [C, H, W]: grey has one channel, all else three; another shape is an error."""
     image = need("PIL.Image", "reading images")
+    check_ordinary(path)
     try:
-        with image.open(path) as opened:
+        with image.open(path, formats=FORMATS) as opened:
             picture = opened.convert("L" if opened.mode in ("1", "L", "LA") else "RGB")
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         raise DataError(f"{path}: damaged or not an image ({error})") from error

@@ -18,6 +18,9 @@ from slimbayes.data.base import DataError, Kind, Scaling, Task
 from slimbayes.data.batches import batch_count, batch_rows
 from slimbayes.data.files import find_root, missing
 from slimbayes.data.streams import ImageStream, ImageTree, OnError, Place, Resample, TarShards
+from slimbayes.files import read_text
+
+_LARGEST_NAMES = 64 << 20  # bytes of classes.txt
 
 IMAGENET_HOME = "https://www.image-net.org/download.php"
 IMAGENET_SCALING = Scaling((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 1 / 255)
@@ -206,7 +209,7 @@ def stream(
     test: ImageStream
     if shards:
         names = folder / "classes.txt"
-        lines = names.read_text().splitlines() if names.exists() else []
+        lines = _lines(names) if names.exists() else []
         classes = tuple(line.strip() for line in lines if line.strip()) or None
         train = TarShards(shards, seed=seed, classes=classes, **common)
         if not test_shards:
@@ -218,6 +221,15 @@ def stream(
         test = ImageTree(second, train=False, classes=train.classes, **common)
     text = f"{folder.name}: {len(train)} + {len(test)} images in {len(train.classes)} classes, streamed."
     return StreamedDataset(Path(name).name, train, test, source=text)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return read_text(path, _LARGEST_NAMES).splitlines()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}): write the names of the classes, one a line"
+        ) from error
 
 
 def _folder(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> Path:

@@ -17,10 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
+from slimbayes.data.archives import check_ordinary
 from slimbayes.data.base import DataError
 from slimbayes.data.files import need, permutation
+from slimbayes.files import shortened
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # Pillow goes by content, and for some others starts another program
+MOST_CLASSES = 1 << 24
+_LABEL = 100  # bytes of a .cls member
 OnError = Literal["raise", "skip"]
 Resample = Literal["bilinear", "bicubic"]
 _RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
@@ -166,6 +171,7 @@ class ImageTree(ImageStream):
     def read(self, row: int) -> tuple[bytes, str]:
         """The file's bytes and its path."""
         path = self.folder / self.files[row]
+        check_ordinary(path)
         try:
             return path.read_bytes(), str(path)
         except OSError as error:
@@ -247,36 +253,65 @@ def _entries(path: Path) -> list[tuple[str, int, int, int]]:
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
     name = "(the first member)"
+    last, room = -1, 0
     try:
+        check_ordinary(path)
+        room = path.stat().st_size
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                if not member.isfile():
+                if member.offset <= last or member.size < 0:
+                    raise ValueError("its members do not follow one another")  # it would be read in a circle
+                last = member.offset
+                if not member.isreg() or member.issparse():  # links and devices are no data of this file
                     continue
                 name = member.name
+                if member.offset_data + member.size > room:
+                    raise ValueError("the member ends after the file")
                 folder, _, base = name.rpartition("/")
                 stem, _, suffix = base.partition(".")
                 key = f"{folder}/{stem}"
                 if f".{suffix.lower()}" in SUFFIXES:
                     images[key] = (name, member.offset_data, member.size)
                 elif suffix.lower() == "cls":
-                    extracted = tar.extractfile(member)
-                    labels[key] = int(extracted.read()) if extracted is not None else -1
-    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path}: damaged at or after the member {name!r} ({error})") from error
+                    labels[key] = _class_in(tar, member)
+    except DataError:
+        raise
+    except (
+        tarfile.TarError,
+        LookupError,
+        MemoryError,
+        OSError,
+        OverflowError,
+        EOFError,
+        ValueError,
+    ) as error:
+        what = shortened(error) or type(error).__name__
+        raise DataError(f"{path}: damaged at or after the member {shortened(name)!r} ({what})") from error
     lonely = sorted(images.keys() ^ labels.keys())
     if lonely or any(label < 0 for label in labels.values()):
         what = (
-            f"{lonely[0].lstrip('/')!r} lacks its image or its .cls label" if lonely else "a negative label"
+            f"{shortened(lonely[0].lstrip('/'))!r} lacks its image or its .cls label"
+            if lonely
+            else "a negative label"
         )
         raise DataError(f"{path}: {what}: every image needs key.jpg and key.cls")
     return [(*images[key], labels[key]) for key in images]
+
+
+def _class_in(tar: tarfile.TarFile, member: tarfile.TarInfo) -> int:
+    """The number in a .cls member."""
+    extracted = tar.extractfile(member) if member.size <= _LABEL else None
+    label = int(extracted.read()) if extracted is not None else MOST_CLASSES
+    if label >= MOST_CLASSES:
+        raise ValueError(f"no label below {MOST_CLASSES:,}: classes are numbered from 0 on")
+    return label
 
 
 def decode(raw: bytes, name: str) -> Any:
     """A Pillow RGB image from encoded bytes; a damaged one is a DataError with its name."""
     image = need("PIL.Image", "decoding images")
     try:
-        return image.open(io.BytesIO(raw)).convert("RGB")
+        return image.open(io.BytesIO(raw), formats=FORMATS).convert("RGB")
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         raise DataError(f"{name}: damaged or not an image ({error})") from error
 

@@ -15,6 +15,7 @@ from slimbayes.data.base import DataError, Dataset, Split, Task
 from slimbayes.data.columns import Columns, is_missing, matrix, read_columns
 from slimbayes.data.embedded import table
 from slimbayes.data.files import as_fraction, random_split, stratified_split
+from slimbayes.files import shortened
 
 _CLASSES_AT_MOST = 20
 
@@ -44,7 +45,7 @@ def load_table(
     targets = [target] if isinstance(target, str) else list(target or [])
     if not targets:
         raise DataError(
-            f"{path}: say which column to predict with target=...; it has {', '.join(content.values)}"
+            f"{path}: say which column to predict with target=...; it has {shortened(', '.join(content.values))}"
         )
     given = [columns] if isinstance(columns, str) else columns
     left_out = {*targets, *([exclude] if isinstance(exclude, str) else exclude)}
@@ -81,8 +82,8 @@ def _whole(value: Any) -> int | None:
     """The integer that a cell holds, or None."""
     if isinstance(value, (bool, int)):
         return int(value)
-    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
-        return int(value)
+    if isinstance(value, str) and len(value) < 1000 and re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
+        return int(value.strip())  # int alone keeps some of what \s is
     return None
 
 
@@ -96,7 +97,7 @@ def _task_of(content: Columns, targets: list[str]) -> Task:
     for value in values:
         try:
             float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return "classification"
     return "regression"
 
@@ -112,7 +113,9 @@ def _classes(content: Columns, target: str) -> tuple[str, ...]:
     whole = all(_whole(name) is not None for name in found)
     classes = tuple(sorted(found, key=int) if whole else sorted(found))
     if len(classes) < 2:
-        raise DataError(f"{content.path}: the target {target!r} has one value only ({', '.join(classes)})")
+        raise DataError(
+            f"{content.path}: the target {target!r} has one value only ({shortened(', '.join(classes))})"
+        )
     return classes
 
 
@@ -129,8 +132,8 @@ def _targets(content: Columns, targets: list[str], classes: tuple[str, ...]) -> 
             )
         if _label(value) not in numbers:
             raise DataError(
-                f"{content.path}: {content.where(row, target)}: {_label(value)!r} is none of the training "
-                f"file's classes ({', '.join(classes)})"
+                f"{content.path}: {content.where(row, target)}: {shortened(_label(value))!r} is none of the "
+                f"training file's classes ({shortened(', '.join(classes))})"
             )
         labels.append(numbers[_label(value)])
     return torch.tensor(labels)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from slimbayes.data.base import DataError
+from slimbayes.files import read_whole, shortened
 
 # The operations of plain data, by the names that pickletools gives them.
 _OPERATIONS = (
@@ -26,6 +27,7 @@ _OPERATIONS = (
     "EMPTY_LIST LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT DICT SETITEM SETITEMS "
     "PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE BUILD"
 )
+_LARGEST = 1 << 30  # bytes: CIFAR's largest file has 155 million
 _TYPES = {"u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8"}
 
 
@@ -90,14 +92,16 @@ def read_pickle(path: Path) -> Any:
     Anything else in the file (a class, a function) is a DataError, and is not run.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_whole(path, _LARGEST)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
+        raise DataError(f"{path}: cannot be read ({error}); get the original file") from error
     try:
         _scan(raw)
         return _plain(_Unpickler(io.BytesIO(raw), encoding="bytes").load(), 0, {})
     except Exception as error:  # a damaged pickle can fail in any operation
-        raise DataError(f"{path}: not a pickle of plain data: {error}; get the original file") from error
+        raise DataError(
+            f"{path}: not a pickle of plain data: {shortened(error)}; get the original file"
+        ) from error
 
 
 def _scan(raw: bytes) -> None:

@@ -16,6 +16,7 @@ from slimbayes.data.inputs import finite, read_image
 from slimbayes.data.streams import ImageTree
 
 _MOST_BYTES = 8 << 30
+MOST_CLASSES = 1 << 24
 
 
 def load_npz(path: Path, task: Task | None = None, test: float | str = 0.2, seed: int = 0) -> Dataset:
@@ -44,7 +45,15 @@ def load_npz(path: Path, task: Task | None = None, test: float | str = 0.2, seed
             else random_split(len(whole), number, seed)
         )
         train, held_out = whole[kept], whole[held]
-    return _dataset(path, train, held_out, tuple(map(str, arrays.get("classes", ()))))
+    return _dataset(path, train, held_out, _names(path, arrays.get("classes")))
+
+
+def _names(path: Path, classes: np.ndarray[Any, Any] | None) -> tuple[str, ...]:
+    if classes is None:
+        return ()
+    if classes.ndim != 1:
+        raise DataError(f"{path}: 'classes' is {list(classes.shape)}; give one name for each class, [C]")
+    return tuple(map(str, classes))
 
 
 def _count(test: float | str, rows: int) -> int:
@@ -63,6 +72,10 @@ def _npz_split(
         raise DataError(
             f"{path}: {len(inputs)} inputs and {len(targets)} targets: give as many, at least one"
         )
+    if 0 in inputs.shape or 0 in targets.shape:
+        raise DataError(
+            f"{path}: inputs are {list(inputs.shape)} and targets {list(targets.shape)}: nothing to learn from"
+        )
     image = inputs.dtype == np.uint8 and inputs.ndim in (3, 4)
     if not image and inputs.ndim != 2:
         what = f"{inputs.dtype} {list(inputs.shape)}"
@@ -75,6 +88,10 @@ def _npz_split(
         raise DataError(
             f"{path}: targets of classes are integers [N] from 0 on; these are {targets.dtype} "
             f"{list(targets.shape)}"
+        )
+    if int(targets.max()) >= MOST_CLASSES:
+        raise DataError(
+            f"{path}: a label {int(targets.max())}: classes are numbered from 0 on, without gaps; number them anew"
         )
     return Split(x, torch.from_numpy(targets.astype(np.int64)))
 

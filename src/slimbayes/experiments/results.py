@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from slimbayes.files import write_whole
+from slimbayes.files import read_json, shortened, write_whole
 
 FORMAT = "slimbayes-experiment"
 SCALES = ("smoke", "desk", "gpu", "paper")
@@ -60,9 +60,9 @@ def read_result(path: str | Path) -> dict[str, Any]:
     """Read and check a result file."""
     path = Path(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ResultError(f"{path}: cannot be read ({error}); run its experiment again") from error
+        document = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{path}: cannot be read ({shortened(error)}); run its experiment again") from error
     return check_result(document, str(path))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from slimbayes.experiments.entry import Experiment
 from slimbayes.experiments.results import FORMAT, SCALES, ResultError, read_result, result_path
+from slimbayes.files import read_json
 
 Source = str | Path | Sequence[str | Path]  # a folder of results, or result files
 
@@ -148,7 +148,7 @@ def files(results: Source) -> list[tuple[Path, str]]:
 def is_result(path: str | Path) -> bool:
     """Whether a file says that it is an experiment's result, damaged or not."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        document = read_json(path)
+    except (OSError, ValueError):
         return False
     return isinstance(document, dict) and document.get("format") == FORMAT

@@ -27,7 +27,7 @@ from slimbayes.export.programs import (
     example_inputs,
     to_program,
 )
-from slimbayes.files import write_whole
+from slimbayes.files import parse_json, read_whole, shortened, write_whole
 from slimbayes.frozen.network import Frozen
 
 KEY = "slimbayes"  # of the description among the file's metadata
@@ -124,12 +124,15 @@ class OnnxModel:
         options.log_severity_level = 3
         if threads is not None:
             options.intra_op_num_threads = threads
-        given = source if isinstance(source, bytes) else str(source)
+        name = "the model" if isinstance(source, bytes) else repr(str(source))
+        # The bytes, not the path: a file may name others, and beside a path onnxruntime would read them.
+        given = source if isinstance(source, bytes) else _content(source)
         try:
             self.session = onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has an exception type for every status
-            name = "the model" if isinstance(source, bytes) else repr(str(source))
-            raise ExportError(f"{name} is no ONNX model that onnxruntime can read: {error}") from error
+            raise ExportError(
+                f"{name} is no ONNX model that onnxruntime can read: {shortened(error)}"
+            ) from error
         self.metadata = _parsed(self.session.get_modelmeta().custom_metadata_map.get(KEY))
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -150,19 +153,28 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What an ONNX file that slimbayes wrote says of the model in it, without running it."""
     onnx = _onnx()
     try:
-        proto = onnx.load_model(io.BytesIO(Path(path).read_bytes()), load_external_data=False)
-    except FileNotFoundError:
+        proto = onnx.load_model(io.BytesIO(_content(path)), load_external_data=False)
+    except (ExportError, FileNotFoundError):
         raise
     except Exception as error:  # protobuf's own types
-        raise ExportError(f"{str(path)!r} is no ONNX model: {error}") from error
+        raise ExportError(f"{str(path)!r} is no ONNX model: {shortened(error)}; export it again") from error
     return _parsed(next((entry.value for entry in proto.metadata_props if entry.key == KEY), None))
+
+
+def _content(path: str | os.PathLike[str]) -> bytes:
+    try:
+        return read_whole(path, LARGEST)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ExportError(f"{str(path)!r} cannot be read ({error}): give an exported file") from error
 
 
 def _parsed(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
         raise ExportError(f"the model's own description is damaged: {error}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("version") != 1:

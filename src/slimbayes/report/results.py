@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimbayes.files import write_whole
+from slimbayes.files import LARGEST_JSON, read_text, shortened, write_whole
 from slimbayes.report.check import ReportError, check, fail
 
 
@@ -145,14 +145,14 @@ def read_results(path: str | Path) -> Results:
     """Read and check a results file; a damaged or foreign one raises ReportError."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST_JSON)
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{path}: not readable as text ({error}); give a results file") from error
     try:
         # RecursionError: brackets nested thousands deep are no results file either
         document = json.loads(text, parse_constant=lambda name: None)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ReportError(f"{path}: not JSON, or cut short ({error}); write it again") from error
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+        raise ReportError(f"{path}: not JSON, or cut short ({shortened(error)}); write it again") from error
     return Results.of(document, str(path)) if isinstance(document, dict) else fail(path, "no JSON object")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slimbayes.files import formula_safe
 from slimbayes.report.results import Results, label, number
 from slimbayes.report.statistics import Stat, cells, over_seeds, paired, stat
 
@@ -257,7 +258,7 @@ def to_csv(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([_safe(h) for h in header])
+    writer.writerow([formula_safe(h) for h in header])
     writer.writerows([_field(x) for x in row] for row in rows)
     return out.getvalue()
 
@@ -265,9 +266,4 @@ def to_csv(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def _field(x: Any) -> Any:
     if isinstance(x, float):
         return f"{x:.6g}" if math.isfinite(x) else ""
-    return _safe(x)
-
-
-def _safe(x: Any) -> Any:
-    """Text that a spreadsheet would run as a formula gets a quote before it."""
-    return f"'{x}" if isinstance(x, str) and x[:1] in ("=", "+", "-", "@", "\t") else x
+    return formula_safe(x)

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save as serialize
 from torch import Tensor
 
 from slimbayes.checkpoint import CheckpointError, load, read_tensors, save
-from slimbayes.files import write_whole
+from slimbayes.claims import check_network, shapes_of
+from slimbayes.files import parse_json, shortened, write_whole
 from slimbayes.methods import Method
 from slimbayes.sklearn.parameters import dtype_of
 from slimbayes.sklearn.scaling import Standardization
@@ -70,6 +70,37 @@ def write(estimator: Any, path: str | os.PathLike[str]) -> None:
 def read(path: str | os.PathLike[str], kinds: Mapping[str, type], network: Any, device: Any) -> Any:
     """The estimator in a file, of one of these kinds; a network of one's own is given anew."""
     header, tensors = _contents(Path(path))
+    try:
+        return _restored(path, header, tensors, kinds, network, device)
+    except (CheckpointError, _NetworkNeeded):
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        what = shortened(repr(error))
+        raise CheckpointError(
+            f"{str(path)!r} does not hold what it names, or {network!r} is another network ({what}); save it again"
+        ) from error
+
+
+class _NetworkNeeded(ValueError):
+    """A network of one's own is to be given."""
+
+
+def _restored(
+    path: str | os.PathLike[str],
+    header: dict[str, Any],
+    tensors: dict[str, Tensor],
+    kinds: Mapping[str, type],
+    network: Any,
+    device: Any,
+) -> Any:
     name = header["estimator"]
     if name not in kinds:
         raise CheckpointError(f"{str(path)!r} holds a {name}, and {' or '.join(kinds)} was asked for")
@@ -78,7 +109,7 @@ def read(path: str | os.PathLike[str], kinds: Mapping[str, type], network: Any, 
         parameters["device"] = device
     if "Net" in name:
         if network is None:
-            raise ValueError(
+            raise _NetworkNeeded(
                 f"{str(path)!r} holds the weights of a network of your own, not its code: pass network= to load"
             )
         parameters["network"] = network
@@ -89,7 +120,7 @@ def read(path: str | os.PathLike[str], kinds: Mapping[str, type], network: Any, 
     if "feature_names_in_" in header["facts"]:
         estimator.feature_names_in_ = np.asarray(header["facts"]["feature_names_in_"], dtype=object)
     if header["classes"] is not None:
-        estimator.classes_ = np.asarray(header["classes"]["labels"], dtype=header["classes"]["dtype"])
+        estimator.classes_ = _classes(header["classes"])
     for key in _SCALINGS:
         if f"{key}.mean" in tensors:
             parts = (tensors[f"{key}.{part}"].numpy() for part in ("mean", "scale"))
@@ -98,8 +129,21 @@ def read(path: str | os.PathLike[str], kinds: Mapping[str, type], network: Any, 
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         file = Path(folder) / "network"
         file.write_bytes(tensors["network"].numpy().tobytes())
-        estimator._restore(lambda plain: load(plain, file), getattr(torch, header["dtype"]), learned)
+        dtype = getattr(torch, header["dtype"])
+        if network is None:  # the file says how large it is: not larger than the weights that it holds
+            shape, outputs = estimator._row_shape, estimator._likelihood()[1]
+            check_network(lambda: estimator._network(shape, outputs, dtype), "of the file", shapes_of(file))
+        estimator._restore(lambda plain: load(plain, file), dtype, learned)
     return estimator
+
+
+def _classes(saved: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The labels in their type; one that takes more room than the labels themselves is none that was saved."""
+    kind = np.dtype("object" if saved["dtype"] == "object" else str(saved["dtype"]))
+    longest = max((len(str(label)) for label in saved["labels"]), default=0)
+    if kind.kind not in "OUSbiuf" or kind.itemsize > 16 + 8 * longest:
+        raise ValueError(f"classes of the type {shortened(kind)}")
+    return np.asarray(saved["labels"], dtype=kind)
 
 
 def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -107,22 +151,27 @@ def _contents(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise FileNotFoundError(f"no estimator at {str(path)!r}")
     try:
         tensors, metadata = read_tensors(path)
-        header = json.loads(metadata[HEADER])
+        header = parse_json(metadata[HEADER])
         found = header.pop("sha256")
         whole = found == _digest(json.dumps(header), tensors)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{str(path)!r} is no whole file of a saved estimator ({error!r})") from error
-    if header["format"] != FORMAT:
+        known = header["format"]
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        what = shortened(repr(error))
         raise CheckpointError(
-            f"{str(path)!r} has format {header['format']!r}, and this version reads {FORMAT}: update slimbayes"
+            f"{str(path)!r} is no whole file of a saved estimator ({what}); save it again"
+        ) from error
+    if known != FORMAT:
+        raise CheckpointError(
+            f"{str(path)!r} has format {known!r}, and this version reads {FORMAT}: update slimbayes"
         )
     if not whole:
         raise CheckpointError(
             f"{str(path)!r} does not match its checksum: it was damaged or changed; save it again"
         )
-    if header["dtype"] not in _DTYPES:
+    if header.get("dtype") not in _DTYPES:
         raise CheckpointError(
-            f"{str(path)!r} has numbers of type {header['dtype']!r}, and this version reads {', '.join(_DTYPES)}"
+            f"{str(path)!r} has numbers of type {shortened(header.get('dtype'))!r}, and this version reads "
+            f"{', '.join(_DTYPES)}"
         )
     return header, tensors
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from slimbayes.checkpoint import CheckpointError, describe_methods
+from slimbayes.files import shortened
 from slimbayes.record import Record, find_record
 from slimbayes.training.monitor import Row
 from slimbayes.training.settings import Training
@@ -45,6 +47,16 @@ def take_up(run: Run) -> list[Row]:
     if not path.exists():
         return []
     tensors, facts = read_state(path)
+    try:
+        return _put_back(run, path, tensors, facts)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # whole, and not of a run
+        what = shortened(repr(error))
+        raise CheckpointError(
+            f"{str(path)!r} is no state of a training run ({what}): delete it to train from the start"
+        ) from error
+
+
+def _put_back(run: Run, path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> list[Row]:
     # Settings that are newer than the file had no other value than their default.
     facts["settings"] = {**bound(Training()), **facts["settings"]}
     for key, value in _identity(run).items():

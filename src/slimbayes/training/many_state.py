@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slimbayes.checkpoint import CheckpointError
+from slimbayes.files import shortened
 from slimbayes.likelihoods import Likelihood
 from slimbayes.record import find_record
 from slimbayes.training.keeping import FREE, bound, method_text
@@ -57,6 +59,18 @@ def take_up(run: Run, resume: bool) -> None:
     if not path.exists():
         return
     tensors, facts = read_state(path)
+    try:
+        _put_back(run, path, tensors, facts)
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        what = shortened(repr(error))
+        raise CheckpointError(
+            f"{str(path)!r} is no state of these networks ({what}): start again with resume=False"
+        ) from error
+
+
+def _put_back(run: Run, path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     # Settings that are newer than the file had no other value than their default.
     facts["settings"] = {**bound(Training(), _FREE), **facts["settings"]}
     for key, now in _identity(run).items():

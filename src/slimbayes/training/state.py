@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
 from slimbayes.checkpoint import CheckpointError, read_tensors
-from slimbayes.files import write_whole
+from slimbayes.files import parse_json, shortened, write_whole
 
 FORMAT = 1
 HEADER = "slimbayes-training"
@@ -39,16 +38,18 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and facts of a file; a damaged one is a CheckpointError."""
     try:
         tensors, metadata = read_tensors(path)
-        header = json.loads(metadata[HEADER])
+        header = parse_json(metadata[HEADER])
         if header["format"] != FORMAT:
             raise CheckpointError(f"{str(path)!r} has format {header['format']!r}: update slimbayes")
         intact = header["sha256"] == _digest(header["facts"], tensors)
-        facts: dict[str, Any] = json.loads(header["facts"])
+        facts: dict[str, Any] = parse_json(header["facts"])
+        if not isinstance(facts, dict):
+            raise TypeError("its facts are no mapping")
     except CheckpointError:
         raise
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{str(path)!r} is no whole training state ({error!r}): delete it to train from the start"
+            f"{str(path)!r} is no whole training state ({shortened(repr(error))}): delete it to train from the start"
         ) from error
     if not intact:
         raise CheckpointError(

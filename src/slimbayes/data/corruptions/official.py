@@ -50,8 +50,10 @@ def _opened(
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise DataError(f"{path} is damaged or not a .npy file ({error}): {_WHERE}") from error
+    if not isinstance(array, np.ndarray):  # np.load reads archives too
+        raise DataError(f"{path} is an archive, not a .npy file: {_WHERE}")
     kind_fits = array.dtype == dtype if dtype is not None else array.dtype.kind in "iu"
-    if not isinstance(array, np.ndarray) or array.shape not in shapes or not kind_fits:
+    if array.shape not in shapes or not kind_fits:
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         raise DataError(
             f"{path} holds {array.dtype} {list(array.shape)}, not {dtype or 'integers'} {wanted}: {_WHERE}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from slimbayes.data.base import DataError
 from slimbayes.data.records.bagging import Array, Bagged
 from slimbayes.data.records.base import Records
-from slimbayes.files import SUFFIX
+from slimbayes.files import SUFFIX, read_json
 
 _VERSION = 1  # of the layout; another one is made anew
 _TYPES = {
@@ -107,7 +107,9 @@ def write_facts(folder: Path, facts: dict[str, Any]) -> None:
 def read_facts(folder: Path) -> dict[str, Any]:
     """What was written beside the records."""
     try:
-        facts: dict[str, Any] = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+        facts: dict[str, Any] = read_json(folder / "facts.json")
+        if not isinstance(facts, dict):
+            raise ValueError("no mapping")
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: damaged ({error}): delete this folder, it is made again") from error
     return facts

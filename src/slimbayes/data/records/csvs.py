@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from slimbayes.data.archives import check_ordinary, lines
 from slimbayes.data.base import DataError
 from slimbayes.data.records.bagging import Array
+from slimbayes.files import shortened
 
 Progress = Callable[[str], None]
 ROWS = 100_000  # of one piece
@@ -50,11 +52,14 @@ def read_pieces(
     >>> [piece["y"].tolist() for piece in read_pieces(path, ("Y", "x"), rows=1) for piece in [{"y": piece["Y"]}]]
     [['2'], ['']]
     """
+    check_ordinary(path)
     size, said, done = max(1, path.stat().st_size), time.monotonic(), 0
-    with open(path, "rb") as raw:
+    with _opened(path) as raw:
         try:
             stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
+            text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+            # A plain file is no longer than it is, a packed one may be a line of any length.
+            reader = csv.reader(lines(text, path) if path.suffix == ".gz" else text)
             header = next(reader, None)
             places = _places(path, header, columns)
             for cells in _columns(path, reader, len(header or ()), places, rows):
@@ -73,11 +78,18 @@ def read_pieces(
         progress(f"{path.name}: {done:,} rows")
 
 
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}): get the file again") from error
+
+
 def _places(path: Path, header: list[str] | None, columns: Sequence[str]) -> list[int]:
     names = [name.strip().upper() for name in header or ()]
     absent = [name for name in columns if name.upper() not in names]
     if absent:
-        there = ", ".join(header or ()) or "no header"
+        there = shortened(", ".join(header or ()), 500) or "no header"
         raise DataError(
             f"{path}: no column {', '.join(absent)}; it has {there}. Use the CSV tables of MIMIC-III 1.4 as they are"
         )
@@ -145,7 +157,9 @@ def _converted(path: Path, name: str, column: Array, kind: Any, what: str) -> Ar
             try:
                 np.array([cell]).astype(kind)
             except (ValueError, OverflowError):
-                raise DataError(f"{path}, column {name}: {str(cell)!r} is not {what}: repair it") from None
+                raise DataError(
+                    f"{path}, column {name}: {shortened(cell)!r} is not {what}: repair it"
+                ) from None
         raise
 
 

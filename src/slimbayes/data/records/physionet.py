@@ -14,7 +14,7 @@ from slimbayes.data.files import locate, missing, read_npz, stratified_split
 from slimbayes.data.records.bagging import Array, Bagging, Levels, bag, carried
 from slimbayes.data.records.base import RecordDataset, Records
 from slimbayes.data.records.context import SUMMARIES, standardized, summaries
-from slimbayes.data.records.physionet_text import find_text, read_text
+from slimbayes.data.records.physionet_text import find_text, read_records_text
 
 PHYSIONET_FILES = ("physionet2012_ab.npz", "physionet2012/set-a", "set-a")
 PHYSIONET_HOME = "https://physionet.org/content/challenge-2012"
@@ -97,7 +97,7 @@ def _read(root: str | os.PathLike[str] | None) -> dict[str, Array]:
     folder = find_text(root)
     if folder is None:
         raise missing(root, PHYSIONET_FILES, "PhysioNet 2012", PHYSIONET_HOME)
-    return read_text(folder)
+    return read_records_text(folder)
 
 
 def _parts(sets: Array, targets: Tensor, validation: int, split: int) -> tuple[Tensor, Tensor, Tensor]:

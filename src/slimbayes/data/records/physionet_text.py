@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 from slimbayes.data.base import DataError
 from slimbayes.data.files import find_root
 from slimbayes.data.records.bagging import Array
+from slimbayes.files import read_text, shortened
 
 SETS = ("a", "b")
 STATICS = ("Age", "Gender", "Height", "ICUType", "Weight")
@@ -22,6 +24,8 @@ PARAMETERS = (
 _NUMBERS = {name: number for number, name in enumerate(PARAMETERS)}
 _OUTCOME = "In-hospital_death"
 _NOT_MEASURED = -1.0
+_LARGEST = 64 << 20  # bytes of one file; the longest record has 50 thousand
+_MINUTES = 60 * 24 * 365
 
 
 def find_text(root: str | os.PathLike[str] | None) -> Path | None:
@@ -33,7 +37,7 @@ def find_text(root: str | os.PathLike[str] | None) -> Path | None:
     return None
 
 
-def read_text(folder: Path) -> dict[str, Array]:
+def read_records_text(folder: Path) -> dict[str, Array]:
     """All records of sets a and b, in the order of their numbers: arrays as in the .npz."""
     rows: list[tuple[int, int, int, list[float], list[tuple[int, int, float]]]] = []
     for number, name in enumerate(SETS):
@@ -65,7 +69,7 @@ def _record(path: Path) -> tuple[int, list[float], list[tuple[int, int, float]]]
     number, statics = -1, dict.fromkeys(STATICS, _NOT_MEASURED)
     seen: set[str] = set()
     events = []
-    for place, line in enumerate(path.read_text().splitlines()[1:], 2):
+    for place, line in enumerate(_text(path).splitlines()[1:], 2):
         try:
             when, name, text = line.split(",")
             hours, minutes = when.split(":")
@@ -77,9 +81,12 @@ def _record(path: Path) -> tuple[int, list[float], list[tuple[int, int, float]]]
                 statics[name] = value
             elif name and value != _NOT_MEASURED:
                 events.append((minute, _NUMBERS[name], value))
-        except (ValueError, KeyError) as error:
+            if not (0 <= minute < _MINUTES and math.isfinite(value)):
+                raise ValueError("outside of two days, or not finite")
+        except (ValueError, KeyError, OverflowError) as error:
             raise DataError(
-                f"{path}, line {place}: {line!r} is no time, parameter and value ({error})"
+                f"{path}, line {place}: {shortened(line)!r} is no time, parameter and value ({shortened(error)}): get "
+                f"the file again"
             ) from None
     if number < 0:
         raise DataError(f"{path}: no RecordID: get the file again")
@@ -90,12 +97,19 @@ def _outcomes(path: Path) -> dict[int, int]:
     """Whether the patient of each record died in hospital."""
     if not path.is_file():
         raise DataError(f"{path} not found: get it where the records are from")
-    header, *lines = path.read_text().split()
+    header, *lines = _text(path).split() or [""]
     names = header.split(",")
     if "RecordID" not in names or _OUTCOME not in names:
-        raise DataError(f"{path}: no columns RecordID and {_OUTCOME}; it has {header}")
+        raise DataError(f"{path}: no columns RecordID and {_OUTCOME}; it has {shortened(header)}")
     first, last = names.index("RecordID"), names.index(_OUTCOME)
     try:
         return {int(cells[first]): int(cells[last]) for cells in (line.split(",") for line in lines)}
     except (ValueError, IndexError) as error:
-        raise DataError(f"{path}: damaged ({error}): get it again") from None
+        raise DataError(f"{path}: damaged ({shortened(error)}): get it again") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_text(path, _LARGEST)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({shortened(error)}): get it again") from error

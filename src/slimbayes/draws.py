@@ -47,6 +47,7 @@ def draw(
     shared_inputs: Sequence[str | int] = (),
     first_example: int = 0,
     first_sample: int = 0,
+    draws: int | Sequence[int] | None = None,
     **named_inputs: Any,
 ) -> Any:
     """Run the model on every component and sample at once: outputs ``[components × samples, batch, ...]``.
@@ -55,20 +56,61 @@ def draw(
     Tensors whose first dimension equals the first input's are tiled, except those named in ``shared_inputs``
     (argument names or positions). With a ``seed`` noise is a function of (seed, layer, draw, example index);
     ``first_example`` and ``first_sample`` give the indices at which this call starts, so that a batch cut in
-    pieces has the same draws as the whole.
+    pieces has the same draws as the whole. ``draws``: the numbers, on the draws axis, of those that are wanted; they
+    are made again by their keys, without the other samples, and are those of the whole.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=4))
     >>> sb.draw(net, torch.zeros(5, 3), samples=2).shape
     torch.Size([8, 5, 2])
+    >>> sb.draw(net, torch.zeros(5, 3), samples=2, seed=0, noise="shared", draws=[7]).shape
+    torch.Size([1, 5, 2])
     """
     record = find_record(model)
+    if draws is not None:
+        options = {"noise": noise, "seed": seed, "shared_inputs": shared_inputs, "first_example": first_example}
+        wanted = _wanted(draws, samples, seed, _component_count(unwrap(model), record))
+        passes = {
+            s: draw(model, *inputs, first_sample=first_sample + s, **options, **named_inputs)
+            for s in sorted({number % samples for number in wanted})
+        }
+        return _picked(passes, [divmod(number, samples) for number in wanted])
     if record.recurrent and torch.compiler.is_compiling():
         # The compiler would break off inside the draw, and not know of it where it goes on.
         options = (samples, noise, seed, shared_inputs, first_example, first_sample)
         return _draw_eagerly(model, inputs, named_inputs, *options)
     flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
     return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
+
+
+def _wanted(
+    draws: int | Sequence[int], samples: int, seed: int | Supply | None, components: int
+) -> list[int]:
+    """The numbers of draws to be made again, checked."""
+    check_options(samples, "example", seed)
+    numbers = [draws] if isinstance(draws, int) else list(draws)
+    if seed is None:
+        raise ValueError(f"draws={draws!r} are made again by the key of their seed: give the seed they were made with")
+    most = components * samples
+    if not numbers or not all(type(n) is int and 0 <= n < most for n in numbers):
+        raise ValueError(
+            f"draws={draws!r}: give numbers from 0 to {most - 1}, for samples={samples} of {components} components; "
+            f"draw k · samples + s is sample s of component k"
+        )
+    return numbers
+
+
+def _picked(passes: dict[int, Any], places: list[tuple[int, int]]) -> Any:
+    """Draws (component, sample) from passes of one sample each: [len(places), batch, ...]."""
+    flat = {s: pytree.tree_flatten(output) for s, output in passes.items()}
+    leaves, spec = next(iter(flat.values()))
+    found = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            found.append(torch.stack([flat[s][0][i][k] for k, s in places]))
+        else:
+            found.append(leaf)
+    return pytree.tree_unflatten(found, spec)
 
 
 @_disable_dynamo
@@ -358,11 +400,17 @@ def _batch_size(leaves: list[Any], whole: set[int]) -> int:
 def _active_components(
     model: nn.Module, record: Record, leaves: list[Any], seed: int | Supply | None
 ) -> tuple[int, Tensor | None]:
-    step = record.step_components
-    if step is None or step == record.components or not model.training:
-        return record.components, None
+    step = _component_count(model, record)
+    if step == record.components:
+        return step, None
     device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
     return step, choose_components(record.components, step, seed, device)
+
+
+def _component_count(model: nn.Module, record: Record) -> int:
+    """How many components take part in a draw: all, unless training takes a few at a time."""
+    step = record.step_components
+    return record.components if step is None or not model.training else step
 
 
 def _unfold(output: Any, draws: int, batch: int) -> Any:

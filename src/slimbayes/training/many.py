@@ -119,6 +119,11 @@ def _check(settings: Training, device: torch.device) -> None:
             f"early_stopping={settings.early_stopping}: fit_many validates nothing, and all networks make all steps; "
             f"leave it out, or use sb.fit"
         )
+    if settings.on_nonfinite != "stop":
+        raise ValueError(
+            f"on_nonfinite={settings.on_nonfinite!r}: fit_many steps all networks by one optimizer, which cannot leave "
+            f"out the step of one; leave it out, or use sb.fit"
+        )
     if settings.devices * settings.num_nodes > 1:
         raise ValueError(
             f"fit_many runs on one device, got devices={settings.devices}: start it once for each"

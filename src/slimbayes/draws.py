@@ -68,13 +68,14 @@ def draw(
     """
     record = find_record(model)
     if draws is not None:
-        options = {"noise": noise, "seed": seed, "shared_inputs": shared_inputs, "first_example": first_example}
-        wanted = _wanted(draws, samples, seed, _component_count(unwrap(model), record))
+        components = _component_count(unwrap(model), record)
+        wanted = _wanted(draws, samples, seed, components)
+        flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
         passes = {
-            s: draw(model, *inputs, first_sample=first_sample + s, **options, **named_inputs)
+            s: draw_flat(model, flat, 1, noise, seed, first_example, first_sample + s)
             for s in sorted({number % samples for number in wanted})
         }
-        return _picked(passes, [divmod(number, samples) for number in wanted])
+        return _picked(passes, [divmod(number, samples) for number in wanted], components)
     if record.recurrent and torch.compiler.is_compiling():
         # The compiler would break off inside the draw, and not know of it where it goes on.
         options = (samples, noise, seed, shared_inputs, first_example, first_sample)
@@ -90,7 +91,9 @@ def _wanted(
     check_options(samples, "example", seed)
     numbers = [draws] if isinstance(draws, int) else list(draws)
     if seed is None:
-        raise ValueError(f"draws={draws!r} are made again by the key of their seed: give the seed they were made with")
+        raise ValueError(
+            f"draws={draws!r} are made again by the key of their seed: give the seed they were made with"
+        )
     most = components * samples
     if not numbers or not all(type(n) is int and 0 <= n < most for n in numbers):
         raise ValueError(
@@ -100,13 +103,13 @@ def _wanted(
     return numbers
 
 
-def _picked(passes: dict[int, Any], places: list[tuple[int, int]]) -> Any:
+def _picked(passes: dict[int, Any], places: list[tuple[int, int]], components: int) -> Any:
     """Draws (component, sample) from passes of one sample each: [len(places), batch, ...]."""
     flat = {s: pytree.tree_flatten(output) for s, output in passes.items()}
     leaves, spec = next(iter(flat.values()))
     found = []
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == components:
             found.append(torch.stack([flat[s][0][i][k] for k, s in places]))
         else:
             found.append(leaf)

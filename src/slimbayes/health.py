@@ -40,7 +40,7 @@ class Culprit:
 
 
 def check_finite(model: nn.Module, loss: Tensor | ELBO | None = None) -> None:
-    """Raise ``sb.NotFiniteError`` unless loss, parameters, buffers and gradients are finite; it names those that are not.
+    """Raise ``sb.NotFiniteError`` unless loss, parameters, buffers and gradients are finite, and name what is not.
 
     For a training loop of one's own, between ``backward`` and the optimizer's step, where nothing is lost yet.
     ``loss``: a tensor, or what ``sb.elbo`` returns, of which nll and KL are looked at too. It takes one pass over the

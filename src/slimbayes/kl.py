@@ -76,7 +76,9 @@ def ktied_normal(q: d.KTiedNormal, p: td.Normal) -> Tensor:
         logs = sum_log_sigma(q.u.log(), q.v.log())
     else:
         least = torch.finfo(q.u.dtype).tiny
-        u_most, v_most = (x.detach().amax(1, keepdim=True).clamp_min(least) for x in (q.u, q.v))  # σ may be tiny
+        u_most, v_most = (
+            x.detach().amax(1, keepdim=True).clamp_min(least) for x in (q.u, q.v)
+        )  # σ may be tiny
         logs = ((q.u / u_most) @ (q.v / v_most).t()).log().sum()
         logs = logs + len(q.v) * u_most.log().sum() + len(q.u) * v_most.log().sum()
     elements = q.loc.numel()

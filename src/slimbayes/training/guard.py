@@ -127,8 +127,8 @@ def heed(optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
 class Kept:
     """The buffers that forward passes change (running statistics), as they were before the last.
 
-    All of them at first, then those that have changed. Torch counts changes of a tensor, but not those that its own norms
-    make of their statistics.
+    All of them at first, then those that have changed. Torch counts changes of a tensor, but not those that its own
+    norms make of their statistics.
     """
 
     def __init__(self, module: nn.Module) -> None:

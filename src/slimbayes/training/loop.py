@@ -23,10 +23,10 @@ from slimbayes.record import find_record, unwrap
 from slimbayes.training.guard import Guard, Skips, fusable
 from slimbayes.training.keeping import STATE, keep, put_weights, take_up, weights_of
 from slimbayes.training.monitor import History, Progress, Row, spread_of, tensorboard, warn_of_collapse
+from slimbayes.training.naming import why
 from slimbayes.training.recording import Recorder, check_recordable
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_source, mixed_seed
-from slimbayes.training.naming import why
 from slimbayes.training.state import remove_partial
 from slimbayes.training.step import (
     Objective,
@@ -171,7 +171,9 @@ class Run:
         self.recorder = Recorder(self._compute, fabric.device) if settings.capture else None
         self.step = 0
         self.multiplier = -1.0  # of the rates that the optimizer has
-        self.sums = torch.zeros(4, dtype=torch.float64)  # of loss, nll, KL and 1 over steps made since the last row
+        self.sums = torch.zeros(
+            4, dtype=torch.float64
+        )  # of loss, nll, KL and 1 over steps made since the last row
         self.best: Row = {}
         self.best_weights: dict[str, Tensor] = {}
         self.waited = 0
@@ -285,7 +287,7 @@ class Run:
         return torch.stack(figures)
 
     def _collect(self, pending: list[Tensor]) -> Tensor:
-        """Add the figures of the steps that were made to the sums, averaged over the processes; returns the last step's.
+        """Add the figures of the steps that were made to the sums, averaged over processes; returns the last step's.
 
         Steps that were left out are counted, or end the run.
         """

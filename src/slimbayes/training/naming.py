@@ -51,15 +51,15 @@ def _culprits(run: Run, step: int, row: list[float]) -> str:
         return "run once more, it was finite (kernels that are not deterministic?)"
     if len(texts) == 1:
         return texts[0]
-    return "; ".join(f"process {rank}: {text}" for text, rank in sorted(named.items(), key=lambda pair: pair[1]))
+    return "; ".join(
+        f"process {rank}: {text}" for text, rank in sorted(named.items(), key=lambda pair: pair[1])
+    )
 
 
 def _again(run: Run, step: int, row: list[float]) -> str:
-    """Run the step once more, without its optimizer: the weights are those that it had, for none has been made since."""
+    """Run the step once more, without its optimizer: the weights are those it had, for none has been made since."""
     inputs, targets = _batch(run, step)
-    seed_generators(
-        mixed_seed(run.settings.seed, 1, step - 1, run.fabric.global_rank), run.fabric.device
-    )
+    seed_generators(mixed_seed(run.settings.seed, 1, step - 1, run.fabric.global_rank), run.fabric.device)
     outputs: list[Culprit] = []
     run.guard.before()
     run.optimizer.zero_grad()

@@ -303,8 +303,10 @@ class Run:
                 setattr(self.skips, count, getattr(self.skips, count) + 1)
             if self.settings.on_nonfinite == "stop" or self.skips.in_a_row >= self.settings.max_skips:
                 raise TrainingError(why(self, number, row))
-            if self.skips.total == 1 and self.fabric.is_global_zero:
-                warnings.warn(f"left out: {why(self, number, row)}", stacklevel=5)  # who called fit
+            if self.skips.total == 1:
+                text = why(self, number, row)  # in all processes, which tell each other
+                if self.fabric.is_global_zero:
+                    warnings.warn(f"left out: {text}", stacklevel=5)  # who called fit
         made = figures[figures[:, 3] == 1]
         self.sums[:3] += made[:, :3].sum(0)
         self.sums[3] += len(made)

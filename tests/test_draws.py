@@ -461,3 +461,31 @@ def test_channels_last_images_stay_so_and_give_the_same_draws(method):
     permuted = sb.draw(model, x.to(memory_format=torch.channels_last), samples=2, seed=1)
     close(permuted, expected, 1e-5)
     assert formats == [True]
+
+
+def test_a_draw_is_made_again_by_its_number():
+    """Of tensors and of structured outputs; the keys are those of the whole, wherever it began."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return {"y": self.linear(x), "scale": 3.0}
+
+    model, x = sb.bayesianize(Two(), sb.Rank1(components=2)).eval(), torch.randn(4, 3)
+    options = {"samples": 3, "seed": 5, "first_sample": 7, "first_example": 2}
+    whole = sb.draw(model, x, **options)
+    again = sb.draw(model, x, draws=[4, 0, 4], **options)
+    assert again["scale"] == 3.0 and torch.allclose(again["y"], whole["y"][[4, 0, 4]], atol=1e-6)
+    assert torch.allclose(sb.draw(model, x, draws=5, **options)["y"], whole["y"][5:], atol=1e-6)
+
+
+def test_what_cannot_be_made_again_is_an_error():
+    model, x = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=2)), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="give the seed they were made with"):
+        sb.draw(model, x, samples=3, draws=[1])
+    for draws in ([6], [-1], [], [1.0], True):
+        with pytest.raises(ValueError, match="give numbers from 0 to 5, for samples=3 of 2 components"):
+            sb.draw(model, x, samples=3, seed=0, draws=draws)

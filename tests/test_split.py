@@ -79,7 +79,7 @@ def test_a_subset_of_components_shares_the_batch():
         sb.draw(model, torch.randn(7, 5, dtype=torch.float64), split=True)
 
 
-@pytest.mark.parametrize("options", [{"samples": 2}, {"seed": 0}])
+@pytest.mark.parametrize("options", [{"samples": 2}, {"seed": 0}, {"draws": [0]}])
 def test_options_that_mean_nothing_are_refused(options):
     model = sb.bayesianize(network(), METHODS["Rank1"])
     with pytest.raises(ValueError, match="split=True gives every example one draw"):

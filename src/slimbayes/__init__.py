@@ -17,7 +17,7 @@ from slimbayes.convert import bayesianize
 from slimbayes.draws import draw
 from slimbayes.evaluate import evaluate
 from slimbayes.fast import fast_paths
-from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian
+from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, NotFiniteError
 from slimbayes.methods import (
     ECMP,
     EMP,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from slimbayes.compressing import compress
     from slimbayes.diagnosis import Diagnosis, diagnose
     from slimbayes.frozen import Frozen, freeze
+    from slimbayes.health import check_finite
     from slimbayes.merging import merge, unmerge
     from slimbayes.stacking import stack
     from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
@@ -63,6 +64,7 @@ _LATE = {
     "diagnosis": ("Diagnosis", "diagnose"),
     "export": (),
     "frozen": ("Frozen", "freeze"),
+    "health": ("check_finite",),
     "merging": ("merge", "unmerge"),
     "metrics": (),
     "models": (),
@@ -95,6 +97,7 @@ __all__ = [
     "ManyResult",
     "MeanField",
     "Normal",
+    "NotFiniteError",
     "Predictive",
     "Rank1",
     "RowError",
@@ -105,6 +108,7 @@ __all__ = [
     "adapt",
     "analysis",
     "bayesianize",
+    "check_finite",
     "compile",
     "compress",
     "data",

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
+from slimbayes.kernels.plain import bounded_exp
+
 
 class Normal(td.Normal):
     """N(loc, scale²), reparameterised: x = loc + scale·ε with ε standard normal."""
@@ -62,7 +64,7 @@ class LogNormal(td.Distribution):
 
     def from_noise(self, epsilon: Tensor) -> Tensor:
         """Map standard noise to a sample."""
-        return (self.loc + self.scale * epsilon).exp()
+        return bounded_exp(self.loc + self.scale * epsilon)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log N(log x; loc, scale²) − log x."""

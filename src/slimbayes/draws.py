@@ -47,6 +47,7 @@ def draw(
     shared_inputs: Sequence[str | int] = (),
     first_example: int = 0,
     first_sample: int = 0,
+    draws: int | Sequence[int] | None = None,
     split: bool = False,
     **named_inputs: Any,
 ) -> Any:
@@ -56,7 +57,8 @@ def draw(
     Tensors whose first dimension equals the first input's are tiled, except those named in ``shared_inputs``
     (argument names or positions). With a ``seed`` noise is a function of (seed, layer, draw, example index);
     ``first_example`` and ``first_sample`` give the indices at which this call starts, so that a batch cut in
-    pieces has the same draws as the whole.
+    pieces has the same draws as the whole. ``draws``: the numbers, on the draws axis, of those that are wanted; they
+    are made again by their keys, without the other samples, and are those of the whole.
 
     With ``split`` the components share the batch instead: example i is seen by component ⌊iK/B⌋ alone, and the
     output is one draw of every example, ``[1, batch, ...]``. The nll of that draw has the expectation of the average
@@ -66,15 +68,26 @@ def draw(
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=4))
     >>> sb.draw(net, torch.zeros(5, 3), samples=2).shape
     torch.Size([8, 5, 2])
+    >>> sb.draw(net, torch.zeros(5, 3), samples=2, seed=0, noise="shared", draws=[7]).shape
+    torch.Size([1, 5, 2])
     >>> sb.draw(net, torch.zeros(8, 3), split=True).shape
     torch.Size([1, 8, 2])
     """
     record = find_record(model)
-    if split and (samples != 1 or seed is not None):
+    if split and (samples != 1 or seed is not None or draws is not None):
         raise ValueError(
-            f"split=True gives every example one draw without a key, got samples={samples!r}, seed={seed!r}: leave "
-            f"both out, or leave split out"
+            f"split=True gives every example one draw without a key, got samples={samples!r}, seed={seed!r}, "
+            f"draws={draws!r}: leave them out, or leave split out"
         )
+    if draws is not None:
+        components = _component_count(unwrap(model), record)
+        wanted = _wanted(draws, samples, seed, components)
+        flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
+        passes = {
+            s: draw_flat(model, flat, 1, noise, seed, first_example, first_sample + s)
+            for s in sorted({number % samples for number in wanted})
+        }
+        return _picked(passes, [divmod(number, samples) for number in wanted], components)
     if record.recurrent and torch.compiler.is_compiling():
         # The compiler would break off inside the draw, and not know of it where it goes on.
         options = (samples, noise, seed, shared_inputs, first_example, first_sample, split)
@@ -83,6 +96,38 @@ def draw(
     if split:
         return _draw_split(model, record, flat, noise)
     return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
+
+
+def _wanted(
+    draws: int | Sequence[int], samples: int, seed: int | Supply | None, components: int
+) -> list[int]:
+    """The numbers of draws to be made again, checked."""
+    check_options(samples, "example", seed)
+    numbers = [draws] if isinstance(draws, int) else list(draws)
+    if seed is None:
+        raise ValueError(
+            f"draws={draws!r} are made again by the key of their seed: give the seed they were made with"
+        )
+    most = components * samples
+    if not numbers or not all(type(n) is int and 0 <= n < most for n in numbers):
+        raise ValueError(
+            f"draws={draws!r}: give numbers from 0 to {most - 1}, for samples={samples} of {components} components; "
+            f"draw k · samples + s is sample s of component k"
+        )
+    return numbers
+
+
+def _picked(passes: dict[int, Any], places: list[tuple[int, int]], components: int) -> Any:
+    """Draws (component, sample) from passes of one sample each: [len(places), batch, ...]."""
+    flat = {s: pytree.tree_flatten(output) for s, output in passes.items()}
+    leaves, spec = next(iter(flat.values()))
+    found = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == components:
+            found.append(torch.stack([flat[s][0][i][k] for k, s in places]))
+        else:
+            found.append(leaf)
+    return pytree.tree_unflatten(found, spec)
 
 
 @_disable_dynamo
@@ -401,11 +446,17 @@ def _batch_size(leaves: list[Any], whole: set[int]) -> int:
 def _active_components(
     model: nn.Module, record: Record, leaves: list[Any], seed: int | Supply | None
 ) -> tuple[int, Tensor | None]:
-    step = record.step_components
-    if step is None or step == record.components or not model.training:
-        return record.components, None
+    step = _component_count(model, record)
+    if step == record.components:
+        return step, None
     device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
     return step, choose_components(record.components, step, seed, device)
+
+
+def _component_count(model: nn.Module, record: Record) -> int:
+    """How many components take part in a draw: all, unless training takes a few at a time."""
+    step = record.step_components
+    return record.components if step is None or not model.training else step
 
 
 def _unfold(output: Any, draws: int, batch: int) -> Any:

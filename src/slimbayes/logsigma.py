@@ -47,7 +47,15 @@ def sum_log_sigma(log_u: Tensor, log_v: Tensor) -> Tensor:
 def exact(log_u: Tensor, log_v: Tensor) -> Tensor:
     """The same by a pass over all elements, in the type of its factors even under autocast."""
     with torch.autocast(device_type=log_u.device.type, enabled=False):
-        return (log_u.exp() @ log_v.exp().t()).log().sum()
+        u, v, taken = _scaled(log_u, log_v)
+        return (u @ v.t()).log().sum() + taken
+
+
+def _scaled(log_u: Tensor, log_v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of U and V over their largest elements, and the sum of those over log σ: σ itself may be too small."""
+    u_most, v_most = log_u.detach().amax(1, keepdim=True), log_v.detach().amax(1, keepdim=True)
+    taken = len(log_v) * u_most.sum() + len(log_u) * v_most.sum()
+    return (log_u - u_most).exp(), (log_v - v_most).exp(), taken
 
 
 def interpolates(log_u: Tensor, log_v: Tensor) -> bool:
@@ -152,11 +160,11 @@ def _double_sum(
 
 
 def _exact_with_gradients(log_u: Tensor, log_v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    u, v = log_u.exp(), log_v.exp()
+    u, v, taken = _scaled(log_u, log_v)
     with torch.autocast(device_type=u.device.type, enabled=False):
         sigma = u @ v.t()
         inverse = sigma.reciprocal()
-        return sigma.log_().sum(), (inverse @ v).mul_(u), (u.t() @ inverse).t().mul(v)
+        return sigma.log_().sum() + taken, (inverse @ v).mul_(u), (u.t() @ inverse).t().mul(v)
 
 
 class _Interpolated(torch.autograd.Function):

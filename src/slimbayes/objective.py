@@ -181,6 +181,10 @@ def _check_elbo(draws: Any, targets: Tensor, num_data: int | None, reduction: st
         raise ValueError(f"unknown reduction {reduction!r}; use one of {', '.join(map(repr, REDUCTIONS))}")
     if num_data is None:
         raise ValueError("num_data is missing: pass the number of training examples, which scales the KL")
+    if draws.dim() > 1 and draws.shape[1] == 0:
+        raise ValueError(
+            f"the batch is empty: draws have shape {list(draws.shape)}, and a mean over none is NaN"
+        )
     batch = targets.shape[0] if targets.dim() else 1
     if num_data < batch:
         raise ValueError(

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -69,6 +70,37 @@ def stopped(devices: int, fabric, folder: Path) -> list[int]:
     return [state, result.step]
 
 
+def not_finite(devices: int, fabric) -> dict:
+    """A loss that is infinite in one process alone, with finite gradients: what each process does with the step."""
+    torch.manual_seed(0)
+    x = torch.randn(96, 4)
+    found = {}
+    for how in ("stop", "skip"):
+        torch.manual_seed(0)
+        model = sb.bayesianize(torch.nn.Linear(4, 1), sb.Rank1(components=2))
+        calls = []
+
+        class Trap(sb.Gaussian):
+            def mean_nll(self, draws, targets, calls=calls):
+                calls.append(1)
+                value = super().mean_nll(draws, targets)
+                bad = len(calls) in (3, 4) and fabric.global_rank == fabric.world_size - 1
+                return value + (torch.tensor(float("inf")) if bad else 0.0)
+
+        options = {"lr": 0.01, "devices": devices, "accelerator": "cpu", "batch_size": 24, "progress": False}
+        options |= {"fabric": fabric, "likelihood": Trap(), "on_nonfinite": how}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = sb.fit(model, (x, x[:, :1]), steps=6, **options)
+            said = f"skipped {result.skipped}"
+        except sb.TrainingError as error:
+            said = str(error)
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        found[how] = {"said": said, "weights": weights.tolist()}
+    return found
+
+
 def main(devices: int, out: str) -> None:
     torch.set_num_threads(1)
     fabric = make_fabric(Training(devices=devices, accelerator="cpu"))
@@ -76,6 +108,7 @@ def main(devices: int, out: str) -> None:
     found = {"rank": fabric.global_rank, "world": fabric.world_size, "process": os.getpid()}
     for name in CASES:
         found[name] = train(name, devices, fabric, Path(out) / f"{name}-{devices}")
+    found["not finite"] = not_finite(devices, fabric)
     found["stopped"] = stopped(devices, fabric, Path(out) / f"stopped-{devices}")
     (Path(out) / f"{devices}-{fabric.global_rank}.json").write_text(json.dumps(found))
 

@@ -50,7 +50,8 @@ class CpuTape:
     def record(self, work):
         """The work is done while the tape listens, and undone: a graph does nothing while it is recorded."""
         group = self.group
-        state = [*group.stack.tensors().values(), group.step, group.sums, group.bad]
+        state = [*group.stack.tensors().values(), group.step, group.sums, group.watch.flag, group.watch.step]
+        state.append(group.watch.networks)
         state += [
             v
             for entry in group.optimizer.state.values()

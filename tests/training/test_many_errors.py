@@ -199,7 +199,7 @@ def test_too_little_memory_is_no_fault_of_vmap(monkeypatch):
     def full(*rest):
         raise torch.cuda.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(many_group.Group, "_plainly", full)
+    monkeypatch.setattr(many_group.Group, "plainly", full)
     with pytest.raises(TrainingError, match="memory of cpu is too small for 1 networks at a time: give"):
         attempt(networks(sb.Deterministic(), 1), table(0))
 

@@ -189,3 +189,36 @@ def test_a_recorder_copies_batches_and_weights_into_the_recorded_step(monkeypatc
     odd = recorder({"x": torch.ones(3, 2), "flag": True}, torch.ones(3, dtype=torch.long), 2.0)
     assert odd.tolist() == [12.0, 3.0], "another shape runs in eager code"
     assert torch.equal(recorder.figures, kept) and recorder.graph.replays == len(batches) - recording.WARM + 1
+
+
+@cuda
+@pytest.mark.parametrize(
+    "way", [{}, {"capture": True}, {"compile": True}], ids=["eager", "recorded", "compiled"]
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_step_that_is_not_finite_is_left_out(way, optimizer):
+    """On the device, without waiting: a run that stops has the weights of the step before, one that skips is finite."""
+    x, y = data()
+    batches = [(x[i : i + 24].clone(), y[i : i + 24]) for i in range(0, 96, 24)] * 2
+    batches[5] = (batches[5][0].clone(), batches[5][1])
+    batches[5][0][3] = float("inf")  # the sixth step is recorded
+    options = dict(
+        num_data=96, optimizer=optimizer, lr=0.01, schedule="constant", kl_annealing=0.0, progress=False
+    )
+
+    def run(**more):
+        torch.manual_seed(3)
+        model = sb.bayesianize(network(), sb.Rank1(components=2))
+        try:
+            result = sb.fit(model, batches, epochs=2, **options, **way, **more)
+        except sb.TrainingError as error:
+            result = str(error)
+        return result, {name: value.cpu() for name, value in model.state_dict().items()}
+
+    (_, short), (text, stopped) = run(steps=5), run()
+    assert "not finite at step 6 " in text and "the last finite step is 5" in text and "of '0.weight'" in text
+    for name, value in short.items():
+        torch.testing.assert_close(stopped[name], value, rtol=1e-3, atol=1e-5)
+    with pytest.warns(UserWarning, match="left out: the loss is not finite at step 6"):
+        result, skipped = run(on_nonfinite="skip")
+    assert result.skipped == 2 and all(torch.isfinite(value).all() for value in skipped.values())

@@ -103,3 +103,21 @@ def test_the_command_line_trains_on_two_processes(tmp_path):
     assert done.stdout.count("Model:") == 1  # the second process is silent
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["steps"] == 3 * (facts["facts"]["num_train"] // 32)
+
+
+@pytest.mark.slow
+def test_processes_agree_on_a_step_that_is_not_finite(found):
+    """The loss was infinite in the last process alone: none made the step, all say so, and their weights are alike."""
+    for result in found:
+        said = result["not finite"]
+        assert (
+            "the loss is not finite at step 3 " in said["stop"]["said"]
+            and said["skip"]["said"] == "skipped 1"
+        )
+        assert (
+            "the last finite step is 2" in said["stop"]["said"] and "first in the nll" in said["stop"]["said"]
+        )
+    _, first, second = found
+    assert "process 1: first in the nll" in first["not finite"]["stop"]["said"]
+    for how in ("stop", "skip"):
+        assert first["not finite"][how]["weights"] == second["not finite"][how]["weights"]

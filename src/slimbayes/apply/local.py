@@ -65,6 +65,15 @@ def local_variance(op: Operation, inputs: Inputs, weight: d.Spread) -> Tensor:
     return op.compute(tuple(squares), weight.scale.square(), None)  # type: ignore[union-attr]
 
 
+def spoil_infinite(y: Tensor, stddev: Tensor) -> Tensor:
+    """y, but NaN where the variance was too large for its type: ±∞ would saturate the next layer, and nobody see it.
+
+    >>> spoil_infinite(torch.ones(2), torch.tensor([3.0, math.inf]))
+    tensor([1., nan])
+    """
+    return y.add(stddev, alpha=0.0)
+
+
 def add_thin_noise(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, extra: Tensor | None, epsilon: Tensor
 ) -> Tensor:
@@ -84,7 +93,7 @@ class _ThinNoise(torch.autograd.Function):
         variance = thin @ b.t() if extra is None else torch.addmm(extra, thin, b.t())
         stddev = variance.clamp_min_(torch.finfo(variance.dtype).tiny).sqrt_()
         ctx.save_for_backward(x, a, b, extra, thin, stddev, epsilon)
-        return torch.addcmul(y, stddev, epsilon)
+        return spoil_infinite(torch.addcmul(y, stddev, epsilon), stddev)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slimbayes.apply.local import spoil_infinite
 from slimbayes.apply.mapped import Mapped, expand_groups
 from slimbayes.context import repeat_rows
 
@@ -36,7 +37,8 @@ def project(one: Mapped, x: Tensor, draws: int = 1) -> Tensor:
         second = _product(x * one.flips.inner.unsqueeze(1), one.flips.delta)
         y = torch.addcmul(y, second, one.flips.outer.unsqueeze(1))
     if one.local is not None:
-        y = torch.addcmul(y, one.local.stddev(x), one.local.noise(y))
+        stddev = one.local.stddev(x)
+        y = torch.addcmul(spoil_infinite(y, stddev), stddev, one.local.noise(y))
     offset = one.offset(x.shape[0])  # [R or 1, out]
     return y if offset is None else y + offset.unsqueeze(1)
 

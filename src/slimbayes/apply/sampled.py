@@ -15,6 +15,7 @@ from slimbayes.apply.local import (
     add_thin_noise,
     local_squares,
     local_variance,
+    spoil_infinite,
     thin_factors,
     thin_factors_of_logs,
 )
@@ -278,6 +279,7 @@ class SampledRule(Rule):
                 variance = variance + extra
             # A zero variance (an input of zeros) has no finite gradient of its square root.
             stddev = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+            y = spoil_infinite(y, stddev)
             if frame.tiled:
                 y = torch.addcmul(y, stddev, noise)
             else:  # mean and variance once, noise [K, S, B, extra, ...] for all draws

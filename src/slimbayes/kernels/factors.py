@@ -253,7 +253,7 @@ def _plain_sample(
     sigma = F.softplus(rho.to(wide)) + 1e-7
     value = torch.addcmul(loc.to(wide)[:, None], sigma[:, None], noise)
     if family == "lognormal":
-        value = value.exp()
+        value = plain.bounded_exp(value)
         return value, noise, value
     return value, noise, None
 

@@ -56,8 +56,8 @@ def _formula(loc: Tensor, rho: Tensor, family: str, prior_loc: float, prior_scal
         return 2.0 * (sigma + prior_scale).log().sum() - logs - count * math.log(4.0 * prior_scale)
     shift = _wide(loc) - prior_loc
     if family == "cauchy":
-        both = torch.addcmul((sigma + prior_scale).square(), shift, shift)
-        return both.log().sum() - logs - count * math.log(4.0 * prior_scale)
+        both = torch.hypot(sigma + prior_scale, shift)  # its square may be too large
+        return 2.0 * both.log().sum() - logs - count * math.log(4.0 * prior_scale)
     squares = torch.dot(sigma, sigma) + torch.dot(shift, shift)
     return squares * (0.5 / prior_scale**2) - logs + count * (math.log(prior_scale) - 0.5)
 
@@ -93,9 +93,9 @@ def _kl_backward(
     elif family == "cauchy":
         shift = _wide(loc) - prior_loc
         wide = sigma + prior_scale
-        both = torch.addcmul(wide.square(), shift, shift)
-        d_sigma = 2.0 * wide / both - sigma.reciprocal()
-        d_loc = (2.0 * shift / both) * grad
+        both = torch.hypot(wide, shift)
+        d_sigma = 2.0 * wide / both / both - sigma.reciprocal()
+        d_loc = (2.0 * shift / both / both) * grad
     else:
         d_sigma = torch.add(sigma.reciprocal().neg_(), sigma, alpha=prior_scale**-2)
         d_loc = (_wide(loc) - prior_loc) * (grad * prior_scale**-2)

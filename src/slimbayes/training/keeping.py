@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from slimbayes.checkpoint import CheckpointError, describe_methods
 from slimbayes.files import shortened
 from slimbayes.record import Record, find_record
+from slimbayes.training.guard import Skips
 from slimbayes.training.monitor import Row
 from slimbayes.training.settings import Training
 from slimbayes.training.state import optimizer_tensors, read_state, restore_optimizer, write_state
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
     from slimbayes.training.loop import Run
 
 STATE = "training.safetensors"
-# A resumed run may differ in these: they do not change what is computed.
-FREE = ("devices", "num_nodes", "accelerator", "log_every", "checkpoint_every", "compile", "workers")
+# A resumed run may differ in these: they do not change what a finite step computes.
+FREE = (
+    "devices", "num_nodes", "accelerator", "log_every", "checkpoint_every", "compile", "workers",
+    "on_nonfinite", "max_skips",
+)  # fmt: skip
 
 
 def keep(run: Run) -> None:
@@ -35,7 +40,7 @@ def keep(run: Run) -> None:
     tensors["mixing_baseline"] = find_record(run.model).baseline
     facts = {
         "step": run.step, **_identity(run), "optimizer": scalars, "best": run.best, "waited": run.waited,
-        "done": run.done, "seconds": run.seconds(), "history": run.history.rows,
+        "done": run.done, "seconds": run.seconds(), "history": run.history.rows, "skips": asdict(run.skips),
     }  # fmt: skip
     write_state(run.folder / STATE, tensors, facts)
 
@@ -77,6 +82,7 @@ def _put_back(run: Run, path: Path, tensors: dict[str, Tensor], facts: dict[str,
     find_record(run.model).baseline = tensors["mixing_baseline"].to(run.fabric.device)
     run.step, run.best, run.waited, run.done = (facts[k] for k in ("step", "best", "waited", "done"))
     run.earlier = facts["seconds"]
+    run.skips = Skips(**facts.get("skips", {"last_finite": run.step}))  # a file from before left no step out
     rows: list[Row] = facts["history"]
     return rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 from slimbayes import compiling
 from slimbayes.data import Dataset, RecordDataset
 from slimbayes.evaluate import evaluate
-from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError
+from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError, guarded
 from slimbayes.record import find_record, unwrap
+from slimbayes.training.guard import Guard, Skips, fusable
 from slimbayes.training.keeping import STATE, keep, put_weights, take_up, weights_of
 from slimbayes.training.monitor import History, Progress, Row, spread_of, tensorboard, warn_of_collapse
+from slimbayes.training.naming import why
 from slimbayes.training.recording import Recorder, check_recordable
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_source, mixed_seed
@@ -49,6 +52,7 @@ class FitResult:
     seconds: float
     stopped_early: bool = False
     best: Row = field(default_factory=dict)
+    skipped: int = 0  # steps that were not finite, and left out
 
 
 def fit(
@@ -152,16 +156,24 @@ class Run:
             check_recordable(self.model, settings, fabric)
             self.model.to(fabric.device)  # where the optimizer's rates are to be
             likelihood.to(fabric.device)
-        self.optimizer = settings.make_optimizer(self.model, likelihood.parameters())
+        fused = settings.capture or fusable(self.model, fabric.device)
+        self.optimizer = settings.make_optimizer(self.model, likelihood.parameters(), fused)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        objective: nn.Module = Objective(self.model, likelihood, self.source.num_data, settings)
-        if settings.compile:
-            objective = compiling.compile(objective)
+        self.plain = Objective(self.model, likelihood, self.source.num_data, settings)
+        objective = compiling.compile(self.plain) if settings.compile else self.plain
         self.objective, self.stepper = fabric.setup(objective, self.optimizer)
+        self.guard = Guard(
+            self.plain, self.model, self.optimizer, fabric, fused, settings.on_nonfinite == "stop"
+        )
+        self.skips = Skips()
+        self.complaint = ""  # of the likelihood, about the outputs of the step
+        self.batch: Batch | None = None  # of the step
         self.recorder = Recorder(self._compute, fabric.device) if settings.capture else None
         self.step = 0
         self.multiplier = -1.0  # of the rates that the optimizer has
-        self.sums = torch.zeros(4, dtype=torch.float64)  # of loss, nll, KL and 1 since the last row
+        self.sums = torch.zeros(
+            4, dtype=torch.float64
+        )  # of loss, nll, KL and 1 over steps made since the last row
         self.best: Row = {}
         self.best_weights: dict[str, Tensor] = {}
         self.waited = 0
@@ -195,7 +207,9 @@ class Run:
         if self.logger is not None:
             self.logger.finalize("success")
         epoch = math.ceil(self.step / self.per_epoch)
-        return FitResult(self.history.rows, self.step, epoch, self.seconds(), self.done, self.best)
+        return FitResult(
+            self.history.rows, self.step, epoch, self.seconds(), self.done, self.best, self.skips.total
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -207,7 +221,7 @@ class Run:
 
     def _epoch(self, bar: Progress | None) -> None:
         epoch, begin = divmod(self.step, self.per_epoch)
-        pending: list[Tensor] = []  # (loss, nll, KL) of steps not yet read from the device
+        pending: list[Tensor] = []  # (loss, nll, KL, made) of steps not yet read from the device
         clock = time.monotonic()
         for seen, batch in enumerate(self.source.epoch(epoch, begin), 1):
             pending.append(self._train_step(batch))
@@ -234,12 +248,17 @@ class Run:
         self._set_rates(settings.multiplier(self.step, self.steps, self.per_epoch))
         # Noise is a function of (seed, step, rank): a resumed run draws what an undisturbed one would have.
         seed_generators(mixed_seed(settings.seed, 1, self.step, fabric.global_rank), fabric.device)
-        inputs, targets = fabric.to_device(batch)
+        self.batch = inputs, targets = fabric.to_device(batch)
         weight = settings.kl_factor(self.step, self.steps)
+        self.complaint = ""
         try:
-            return (self.recorder or self._compute)(inputs, targets, weight)
+            # A process that raises alone would leave the others waiting, and a GPU would be waited for.
+            with guarded() if fabric.world_size > 1 or fabric.device.type != "cpu" else nullcontext():
+                return (self.recorder or self._compute)(inputs, targets, weight)
         except NotFiniteError as error:
-            raise self._diverged(self.step + 1, str(error).partition(":")[0]) from error
+            self.complaint = str(error).partition(":")[0]
+            self.guard.undo()
+            return torch.tensor([math.nan, math.nan, math.nan, 0.0])
 
     def _set_rates(self, multiplier: float) -> None:
         if self.recorder is not None and multiplier == self.multiplier:
@@ -252,40 +271,46 @@ class Run:
                 group["lr"] = rate * multiplier
 
     def _compute(self, inputs: Any, targets: Tensor, kl_weight: float | Tensor) -> Tensor:
-        """Loss, gradients and the optimizer's step; returns (loss, nll, KL)."""
+        """Loss, gradients and the optimizer's step; returns (loss, nll, KL, 1 or, if it was left out, 0)."""
+        self.guard.before()
         self.stepper.zero_grad()
         likelihood, nll, divergence = self.objective(inputs, targets)
         loss = likelihood + kl_weight * divergence / self.source.num_data
         self.fabric.backward(loss)
+        norm = None
         if self.settings.clip_norm is not None:
-            # A norm that is not finite is left to the check of the loss, which names the step.
-            self.fabric.clip_gradients(
+            norm = self.fabric.clip_gradients(
                 self.objective, self.stepper, max_norm=self.settings.clip_norm, error_if_nonfinite=False
             )
-        self.stepper.step()
-        return torch.stack([loss.detach().float(), nll.detach().float(), divergence.detach().float()])
+        made = self.guard.step(loss, norm, self.stepper.step)
+        figures = (loss.detach().float(), nll.detach().float(), divergence.detach().float(), made)
+        return torch.stack(figures)
 
     def _collect(self, pending: list[Tensor]) -> Tensor:
-        """Add the steps' figures to the sums, averaged over the processes; returns the last step's."""
-        figures = torch.stack(pending).double()  # [steps, 3]
+        """Add the figures of the steps that were made to the sums, averaged over processes; returns the last step's.
+
+        Steps that were left out are counted, or end the run.
+        """
+        figures = torch.stack(pending).double()  # [steps, 4]
         if self.fabric.world_size > 1:
             figures = self.fabric.all_reduce(figures, reduce_op="mean")
         figures = figures.cpu()
-        bad = (~torch.isfinite(figures).all(1)).nonzero()
-        if len(bad):
-            at = self.step - len(figures) + int(bad[0]) + 1
-            loss, nll, divergence = figures[int(bad[0])].tolist()
-            raise self._diverged(at, f"loss {loss}, nll {nll}, KL {divergence}")
-        self.sums[:3] += figures.sum(0)
-        self.sums[3] += len(figures)
+        for number, row in enumerate(figures.tolist(), self.step - len(figures) + 1):
+            if row[3] == 1:
+                self.skips.in_a_row, self.skips.last_finite = 0, number
+                continue
+            for count in ("since_row", "in_a_row", "total"):
+                setattr(self.skips, count, getattr(self.skips, count) + 1)
+            if self.settings.on_nonfinite == "stop" or self.skips.in_a_row >= self.settings.max_skips:
+                raise TrainingError(why(self, number, row))
+            if self.skips.total == 1:
+                text = why(self, number, row)  # in all processes, which tell each other
+                if self.fabric.is_global_zero:
+                    warnings.warn(f"left out: {text}", stacklevel=5)  # who called fit
+        made = figures[figures[:, 3] == 1]
+        self.sums[:3] += made[:, :3].sum(0)
+        self.sums[3] += len(made)
         return figures[-1]
-
-    def _diverged(self, step: int, figures: str) -> TrainingError:
-        kept = f"the last state in {str(self.folder)!r} is whole" if self.folder else "nothing was saved"
-        return TrainingError(
-            f"the loss is not finite at step {step} ({figures}): lower lr={self.settings.lr:g}, set clip_norm, or "
-            f"look for extreme inputs; {kept}"
-        )
 
     def _global_batch(self, batch: Batch) -> int:
         return len(batch[1]) * int(self.fabric.world_size)
@@ -305,6 +330,9 @@ class Run:
             "examples_per_second": rate,
             **spread_of(self.model),
         }
+        if self.settings.on_nonfinite == "skip":
+            row["skipped"] = self.skips.since_row
+        self.skips.since_row = 0
         last_step = self.step == self.steps
         if (
             self.validation is not None
@@ -366,5 +394,5 @@ class Run:
 
 
 def _short(figures: Tensor, num_data: int) -> str:
-    loss, nll, divergence = figures.tolist()
+    loss, nll, divergence, _ = figures.tolist()
     return f"loss {loss:.4f}  nll {nll:.4f}  kl/data {divergence / num_data:.4f}"

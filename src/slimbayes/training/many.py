@@ -121,6 +121,11 @@ def _check(settings: Training, device: torch.device) -> None:
         )
     if settings.split_batch:
         raise ValueError("split_batch=True: every network of fit_many sees its whole batch; use sb.fit")
+    if settings.on_nonfinite != "stop":
+        raise ValueError(
+            f"on_nonfinite={settings.on_nonfinite!r}: fit_many steps all networks by one optimizer, which cannot leave "
+            f"out the step of one; leave it out, or use sb.fit"
+        )
     if settings.devices * settings.num_nodes > 1:
         raise ValueError(
             f"fit_many runs on one device, got devices={settings.devices}: start it once for each"

@@ -12,6 +12,7 @@ from torch import Tensor
 from slimbayes.budget import out_of_memory
 from slimbayes.context import Request
 from slimbayes.data.files import permutations
+from slimbayes.training.many_guard import Watch, complaint
 from slimbayes.training.many_inputs import Member
 from slimbayes.training.many_noise import NoisePlan
 from slimbayes.training.many_stack import BASELINE, Stack, explained
@@ -49,8 +50,7 @@ class Group:
         self.step = torch.zeros((), dtype=torch.int64, device=device)  # and as the device does
         self.sums = torch.zeros(count, 3, dtype=torch.float64, device=device)  # since the last row of history
         self.summed = 0
-        # First step whose figures were not finite, by network; -1: none.
-        self.bad = torch.full((count,), -1, dtype=torch.int64, device=device)
+        self.watch = Watch(self.optimizer, self.sums, device.type == "cpu" and not settings.capture)
         self.used: list[str] | None = None  # the parameters that have gradients, once known
         self.traced: Traced | None = None
         self.compiled = False
@@ -157,8 +157,8 @@ class Group:
         for t in range(count):
             self._set_rates(t, rates)
             own = {name: value[t] for name, value in noise.items()}
-            figures.append(self._step(inputs[t], targets[t], own, weights[t]))
-        self._account(torch.stack(figures), steps)
+            figures.append(self._step(inputs[t], targets[t], own, weights[t], steps[t] + 1))
+        self._account(torch.stack(figures))
         self.step.add_(count)
 
     def warm(self, count: int) -> None:
@@ -181,20 +181,25 @@ class Group:
         for group, rate, there in zip(self.optimizer.param_groups, self.rates, on_device, strict=True):
             group["lr"] = rate * multiplier if there is None else there[t]
 
-    def _step(self, inputs: Tensor, targets: Tensor, noise: dict[str, Tensor], kl_weight: Tensor) -> Tensor:
+    def _step(
+        self, inputs: Tensor, targets: Tensor, noise: dict[str, Tensor], kl_weight: Tensor, number: Tensor
+    ) -> Tensor:
         """Losses, gradients and the optimizer's step; returns (loss, nll, KL) [N, 3]."""
         args = (inputs, targets, noise, kl_weight)
+        before = {name: value.clone() for name, value in self.stack.buffers.items()}
         if self.used is None:
             grads, figures = self._first(args)
         elif self.traced is None:
-            grads, figures = self._plainly(args)
+            grads, figures = self.plainly(args)
         else:
             grads, figures, after = self.traced(self.stack, *args)
             self.stack.set_buffers(after)
+        self.watch.look(list(grads.values()), figures.detach(), number)
         self._apply(grads)
+        self.watch.put_back(self.stack.buffers, before)
         return figures
 
-    def _plainly(self, args: tuple[Any, ...]) -> tuple[dict[str, Tensor], Tensor]:
+    def plainly(self, args: tuple[Any, ...]) -> tuple[dict[str, Tensor], Tensor]:
         """The step by vmap and autograd: gradients by name, figures."""
         stack = self.stack
         losses, figures, after = stack.losses(stack.trained, stack.buffers, *args)  # type: ignore[arg-type]
@@ -209,7 +214,7 @@ class Group:
         stack = self.stack
         before = {name: value.clone() for name, value in stack.buffers.items()}
         try:
-            grads, figures = self._plainly(args)
+            grads, figures = self.plainly(args)
         except Exception as error:
             if out_of_memory(error):
                 raise TrainingError(
@@ -244,25 +249,15 @@ class Group:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _account(self, figures: Tensor, steps: Tensor) -> None:
-        """Add the figures [T, N, 3] of these steps; remember the first step of each network that was not finite."""
+    def _account(self, figures: Tensor) -> None:
+        """Add the figures [T, N, 3] of a block's steps."""
         self.sums.add_(figures.double().sum(0))
-        wrong = ~torch.isfinite(figures).all(2)  # [T, N]
-        # Not torch.where, which copies a plain number to the device: that cannot be recorded.
-        numbers = (steps[:, None] + 1).expand_as(wrong)
-        first = numbers.masked_fill(~wrong, torch.iinfo(torch.int64).max).amin(0)  # [N]
-        new = (self.bad < 0) & wrong.any(0)
-        self.bad.copy_(torch.where(new, first, self.bad))
 
     def check(self) -> None:
-        """Raise if a loss was not finite: reads the device."""
-        bad = self.bad.tolist()
-        for member, step in zip(self.members, bad, strict=True):
-            if step >= 0:
-                raise TrainingError(
-                    f"the loss of network {member.index} is not finite at step {step}: lower lr={self.settings.lr:g}, "
-                    f"set clip_norm, or look for extreme inputs; the other networks are not to blame"
-                )
+        """Raise if a loss or a gradient was not finite: reads the device."""
+        number = int(self.watch.step)
+        if number >= 0:
+            raise complaint(self, number)
 
     def rows_of_history(self) -> dict[int, Row]:
         """The means since the last ones, by the network's index: reads the device."""

@@ -17,7 +17,7 @@ from slimbayes.context import Request
 from slimbayes.convert import bayesianize
 from slimbayes.fast import fast_paths
 from slimbayes.layers.dropout import ACTIVE
-from slimbayes.likelihoods import Gaussian, Likelihood
+from slimbayes.likelihoods import Gaussian, Likelihood, guarded
 from slimbayes.methods import Deterministic
 from slimbayes.record import ATTRIBUTE, find_record
 from slimbayes.training.many_inputs import Member
@@ -113,7 +113,7 @@ class Stack:
             lambda objective, *rest: self._check_buffers(objective, alone)
         )
         try:
-            with torch.no_grad(), together():
+            with torch.no_grad(), together(), guarded():  # what is not finite is told by its step
                 functional_call(self.objective, alone, (inputs, targets, listed))
         finally:
             handle.remove()

@@ -21,6 +21,7 @@ from slimbayes.files import write_whole
 COLUMNS = (
     "step", "epoch", "loss", "nll", "kl", "lr", "kl_weight", "examples_per_second",
     "validation_nll", "validation_accuracy", "validation_ece", "validation_rmse", "component_spread",
+    "skipped",
 )  # fmt: skip
 Row = dict[str, float]
 

@@ -16,6 +16,7 @@ from slimbayes.objective import REDUCTIONS, StepAnnealing, parameter_groups
 
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine", "steps")
+ON_NONFINITE = ("stop", "skip")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
 
@@ -85,6 +86,8 @@ class Training:
     noise: str = "example"
     reduction: str = "average"
     clip_norm: float | None = None
+    on_nonfinite: str = "stop"  # or "skip": what becomes of a step whose loss or gradients are not finite
+    max_skips: int = 10  # steps left out in a row before the run stops all the same
     precision: str = "32-true"
     compile: bool = False
     capture: bool = False  # record the step as a CUDA graph and replay it: one GPU, batches of one shape
@@ -110,6 +113,7 @@ class Training:
             ("precision", PRECISIONS),
             ("reduction", REDUCTIONS),
             ("noise", ("example", "shared", "mean")),
+            ("on_nonfinite", ON_NONFINITE),
         ):
             if getattr(self, name) not in choices:
                 known = ", ".join(map(repr, choices))
@@ -143,6 +147,7 @@ class Training:
     def _check_numbers(self) -> None:
         whole = (
             "epochs", "batch_size", "samples", "validate_every", "validation_samples", "log_every", "kl_every",
+            "max_skips",
         )  # fmt: skip
         for name in (*whole, "devices", "num_nodes", "steps", "checkpoint_every", "early_stopping"):
             value = getattr(self, name)
@@ -200,14 +205,19 @@ class Training:
         ramp, done = self.kl_annealing * steps - start, step + 1 - start
         return self.kl_weight * (min(1.0, max(0.0, done) / ramp) if ramp >= 1 else float(done > 0))
 
-    def make_optimizer(self, model: nn.Module, others: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
-        """The optimizer over ``sb.parameter_groups`` and, undecayed, other parameters (a learned precision)."""
+    def make_optimizer(
+        self, model: nn.Module, others: Iterable[nn.Parameter] = (), fused: bool = False
+    ) -> torch.optim.Optimizer:
+        """The optimizer over ``sb.parameter_groups`` and, undecayed, other parameters (a learned precision).
+
+        ``fused``: torch's fused kernels, which leave a step out where a tensor on the device says so.
+        """
         groups = self.optimizer_groups(model, others)
         if self.capture:  # a recorded step reads the rates from the device, where a schedule can change them
             device = next(model.parameters()).device
             groups = [{**group, "lr": torch.tensor(group["lr"], device=device)} for group in groups]
             return self.optimizer_over(groups, fused=True)
-        return self.optimizer_over(groups)
+        return self.optimizer_over(groups, fused=True) if fused else self.optimizer_over(groups)
 
     def optimizer_groups(self, model: nn.Module, others: Iterable[nn.Parameter] = ()) -> list[dict[str, Any]]:
         """``sb.parameter_groups`` with these settings' rates and decay and, undecayed, other parameters."""

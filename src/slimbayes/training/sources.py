@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from slimbayes.data import Batches, Dataset, RecordDataset, Scaling, Split, StreamedDataset
 from slimbayes.data.records.base import Part
@@ -18,6 +19,7 @@ from slimbayes.evaluate import as_pair
 from slimbayes.training.settings import Training
 
 Batch = tuple[Any, Tensor]
+_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @runtime_checkable
@@ -55,7 +57,8 @@ class LoaderSource:
     """A DataLoader or another iterable that can be iterated again and again.
 
     The random generators of torch, numpy and Python are seeded before every batch is asked for, from
-    (seed, epoch, batch): a run that resumes skips batches and then sees the same ones.
+    (seed, epoch, batch): a run that resumes skips batches and then sees the same ones. A DataLoader's samplers get a
+    generator of their own, because with workers they are asked earlier: the order is one for any number of them.
     """
 
     batches: Iterable[Any]
@@ -71,6 +74,10 @@ class LoaderSource:
         self._seed(number, -1)
         if hasattr(self.batches, "_num_iter_calls"):  # Fabric's loader counts epochs for its sampler
             self.batches._num_iter_calls = number
+        with self._ordered(number):
+            yield from self._read(number, start)
+
+    def _read(self, number: int, start: int) -> Iterator[Batch]:
         iterator = iter(self.batches)
         for index in range(self.length):
             self._seed(number, index)
@@ -84,6 +91,21 @@ class LoaderSource:
                 ) from None
             if index >= start:
                 yield as_pair(batch, index)
+
+    @contextmanager
+    def _ordered(self, number: int) -> Iterator[None]:
+        """Samplers that would ask torch's generator ask one that nothing else asks."""
+        found = [getattr(self.batches, "sampler", None) if isinstance(self.batches, DataLoader) else None]
+        found.append(getattr(getattr(self.batches, "batch_sampler", None), "sampler", None))
+        own = [s for s in found if type(s) in _SAMPLERS and s.generator is None]  # type: ignore[union-attr]
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, 2, number, 1))
+        for sampler in own:
+            sampler.generator = generator  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            for sampler in own:
+                sampler.generator = None  # type: ignore[union-attr]
 
     def _seed(self, number: int, index: int) -> None:
         seed = mixed_seed(self.seed, 2, number, index + 1)

@@ -11,7 +11,9 @@ def test_the_page_has_the_figures_of_the_result():
     document = json.loads((ROOT / "results" / "rank1" / "table2.gpu.json").read_text())
     table = next(t for t in document["tables"] if t["name"] == "cifar10-wide-samples")
     text = (ROOT / "docs" / "collapse.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"^\| KL summed, p = 0.05 \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.M)
+    quoted = re.findall(
+        r"^\| KL summed, p = 0.05 \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.M
+    )
     assert len(quoted) == len(table["rows"]) == 3
     for row, (samples, nll, accuracy, ece) in zip(table["rows"], quoted, strict=True):
         values = {name: value[0] for name, value in row["values"].items()}

@@ -3,32 +3,81 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import shutil
 from pathlib import Path
 
 SUFFIX = ".partial"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes | str) -> Path:
+def write_whole(
+    path: str | os.PathLike[str], content: bytes | str, keep: str | os.PathLike[str] | None = None
+) -> Path:
     """Write a file so that a reader sees the old content or the new one, never a part; returns its path.
+
+    ``keep`` names a file that gets the old content, whole as well. Where the disk is full nothing changes, and the
+    error says so.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
     >>> write_whole(path, "whole").read_text()
     'whole'
+    >>> before = path.with_name("before.txt")
+    >>> write_whole(path, "new", keep=before).read_text(), before.read_text()
+    ('new', 'whole')
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}{SUFFIX}")
+    partial = _partial(target)
+    raw = content.encode() if isinstance(content, str) else content
     try:
         with open(partial, "xb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(raw)
             file.flush()
             os.fsync(file.fileno())
+        if keep is not None:
+            _keep(target, Path(keep))
         os.replace(partial, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(partial)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise no_room(error, target, len(raw)) from error
         raise
     return target
+
+
+def no_room(error: OSError, target: Path, size: int) -> OSError:
+    """The error of a disk that is full, with what it was to take and what to do."""
+    with contextlib.suppress(OSError):
+        free = f", {shutil.disk_usage(target.parent).free:,} are free"
+        return OSError(error.errno, _full(size, free), str(target))
+    return OSError(error.errno, _full(size, ""), str(target))
+
+
+def _full(size: int, free: str) -> str:
+    return (
+        f"the disk is full: no room for {size:,} bytes{free}. What was there before is whole; make room and run the "
+        f"same again (a training run with a folder goes on with resume=True, --resume)"
+    )
+
+
+def _keep(target: Path, old: Path) -> None:
+    """Give the old content another name, while the file itself stays where it is."""
+    if not target.exists():
+        return
+    link = _partial(old)
+    try:
+        os.link(target, link)
+        os.replace(link, old)
+    except OSError:  # a file system without hard links: for a moment there is only the old file
+        with contextlib.suppress(OSError):
+            os.unlink(link)
+        os.replace(target, old)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{SUFFIX}")

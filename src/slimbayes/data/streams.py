@@ -262,7 +262,9 @@ def _entries(path: Path) -> list[tuple[str, int, int, int]]:
                     extracted = tar.extractfile(member)
                     labels[key] = int(extracted.read()) if extracted is not None else -1
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path}: damaged at or after the member {name!r} ({error})") from error
+        raise DataError(
+            f"{path}: damaged at or after the member {name!r} ({error}): copy the shard again from where it came"
+        ) from error
     lonely = sorted(images.keys() ^ labels.keys())
     if lonely or any(label < 0 for label in labels.values()):
         what = (

@@ -162,8 +162,16 @@ def dead_worker(error: BaseException) -> bool:
     >>> dead_worker(RuntimeError("Caught RuntimeError in DataLoader worker process 0."))
     False
     """
-    if isinstance(error, ReaderDied):
-        return True
+    # A loader raises wherever the run is when the process dies: inside some other code, that may raise in turn.
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, ReaderDied) or _lost_reader(found):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def _lost_reader(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error):
         return True
     if not isinstance(error, (OSError, EOFError, RuntimeError)):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class Place:
     log: Path
     ranks: int = 1
     spared: list[Path] = field(default_factory=list)  # files that the harness damaged itself
+    mounted: bool = False  # the folder is a file system of its own
 
     def start(self, resume: bool = True) -> Child:
         """The command; with ``--resume`` from the first time on, as a scheduler's script has it."""
@@ -63,7 +65,7 @@ class Outcome:
 def killed(place: Place) -> Outcome | None:
     """SIGKILL at any moment, the start included."""
     child = place.start()
-    if not place.moment(child):
+    if not place.moment(child, states=place.random.choice((0, 1, 1))):
         child.wait()
         return None
     child.kill(signal.SIGKILL)
@@ -77,7 +79,7 @@ def terminated(place: Place) -> Outcome | None:
     Before and after the steps there is nothing to keep, and the run ends at once.
     """
     child = place.start()
-    if not place.moment(child):
+    if not place.moment(child, states=place.random.choice((0, 1, 1))):
         child.wait()
         return None
     if place.ranks > 1:
@@ -97,34 +99,41 @@ def terminated(place: Place) -> Outcome | None:
 
 
 @contextlib.contextmanager
-def small_disk(place: Place):
-    """The run's folder as a file system of 2 MiB of its own."""
+def small_disk(place: Place) -> Iterator[None]:
+    """The run's folder as a file system of 2 MiB of its own; only root can mount one."""
     place.folder.mkdir(parents=True)
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={TMPFS}", "tmpfs", str(place.folder)],
-        check=True,
-        capture_output=True,
-    )
+    words = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS}", "tmpfs", str(place.folder)]
+    place.mounted = os.geteuid() == 0 and subprocess.run(words, capture_output=True).returncode == 0
     try:
         yield
     finally:
-        subprocess.run(["umount", str(place.folder)], check=True, capture_output=True)
+        if place.mounted:
+            subprocess.run(["umount", str(place.folder)], check=True, capture_output=True)
 
 
 def disk_full(place: Place) -> Outcome | None:
-    """Everything that is left of a small file system is taken by somebody else."""
+    """Everything that is left of a small file system is taken by somebody else.
+
+    Where none can be mounted, the size of files is limited instead (RLIMIT_FSIZE), from that moment on.
+    """
     child = place.start()
     ballast = place.folder / "ballast"
+    left = place.random.choice((0, 0, 4096, 8192, 16384))  # room for a part of a file
     if place.moment(child, states=1):
-        left = place.random.choice((0, 0, 4096, 8192, 16384))  # room for a part of a file
-        with contextlib.suppress(OSError), open(ballast, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(place.folder).free - left))
+        if not place.mounted:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(child.pids[0], resource.RLIMIT_FSIZE, (left, left))
+        else:
+            with contextlib.suppress(OSError), open(ballast, "wb") as file:
+                free = shutil.disk_usage(place.folder).free
+                os.posix_fallocate(file.fileno(), 0, max(1, free - left))
     (code,) = child.wait()
     ballast.unlink(missing_ok=True)
     if code == 0:
         return None
-    said = ("the disk is full", str(place.folder), "make room", "--resume")
-    return Outcome(f"disk full, exit code {code}, state of step {state_step(place.folder)}", said)
+    said = ("the disk is full" if place.mounted else "ulimit", str(place.folder), "make room", "--resume")
+    how = "disk full" if place.mounted else "file size limited"
+    return Outcome(f"{how}, exit code {code}, state of step {state_step(place.folder)}", said)
 
 
 def _damage(place: Place, change: Callable[[bytes], bytes], word: str) -> Outcome | None:

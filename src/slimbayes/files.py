@@ -31,19 +31,23 @@ def write_whole(
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(target)
+    partial, old = _partial(target), None
     raw = content.encode() if isinstance(content, str) else content
     try:
         with open(partial, "xb") as file:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
-        if keep is not None:
-            _keep(target, Path(keep))
+        if keep is not None and target.exists():
+            old = _second_name(target, Path(keep))
         os.replace(partial, target)
+        if keep is not None and old is not None:
+            os.replace(old, keep)  # last: at every moment there are two files, and each is whole
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
+        for each in (partial, old):
+            if each is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(each)
         if isinstance(error, OSError) and error.errno in FULL:
             raise no_room(error, target, len(raw)) from error
         raise
@@ -52,31 +56,27 @@ def write_whole(
 
 def no_room(error: OSError, target: Path, size: int) -> OSError:
     """The error of a disk that is full, with what it was to take and what to do."""
+    why = {errno.EDQUOT: "your quota is used up", errno.EFBIG: "files may not be so large here (ulimit -f)"}
+    free = ""
     with contextlib.suppress(OSError):
         free = f", {shutil.disk_usage(target.parent).free:,} are free"
-        return OSError(error.errno, _full(size, free), str(target))
-    return OSError(error.errno, _full(size, ""), str(target))
-
-
-def _full(size: int, free: str) -> str:
-    return (
-        f"the disk is full: no room for {size:,} bytes{free}. What was there before is whole; make room and run the "
-        f"same again (a training run with a folder goes on with resume=True, --resume)"
+    return OSError(
+        error.errno,
+        f"{why.get(error.errno or 0, 'the disk is full')}: no room for {size:,} bytes{free}. What was there before is "
+        f"whole; make room and run the same again (a training run with a folder goes on with resume=True, --resume)",
+        str(target),
     )
 
 
-def _keep(target: Path, old: Path) -> None:
-    """Give the old content another name, while the file itself stays where it is."""
-    if not target.exists():
-        return
-    link = _partial(old)
+def _second_name(target: Path, keep: Path) -> Path | None:
+    """Give the content a second name for a while; None where it has its new name already."""
+    link = _partial(keep)
     try:
         os.link(target, link)
-        os.replace(link, old)
-    except OSError:  # a file system without hard links: for a moment there is only the old file
-        with contextlib.suppress(OSError):
-            os.unlink(link)
-        os.replace(target, old)
+        return link
+    except OSError:  # a file system without hard links: for a moment there is only the kept file
+        os.replace(target, keep)
+        return None
 
 
 def _partial(path: Path) -> Path:

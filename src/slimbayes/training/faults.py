@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -163,12 +164,24 @@ def dead_worker(error: BaseException) -> bool:
     False
     """
     # A loader raises wherever the run is when the process dies: inside some other code, that may raise in turn.
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, ReaderDied) or _lost_reader(found):
-            return True
-        found = found.__cause__ or found.__context__
-    return False
+    return any(isinstance(found, ReaderDied) or _lost_reader(found) for found in _chain(error))
+
+
+def release(error: BaseException) -> None:
+    """Let go of the loader that an error's frames hold: while it lives, it raises anew for every reader that ends."""
+    for found in _chain(error):
+        traceback.clear_frames(found.__traceback__)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, and those that it came from."""
+    found, rest = [], [error]
+    while rest:
+        one = rest.pop()
+        if one not in found:
+            found.append(one)
+            rest += [each for each in (one.__cause__, one.__context__) if each is not None]
+    return found
 
 
 def _lost_reader(error: BaseException) -> bool:

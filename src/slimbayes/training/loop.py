@@ -20,7 +20,7 @@ from slimbayes.data import Dataset, RecordDataset, StreamedDataset
 from slimbayes.evaluate import evaluate
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError
 from slimbayes.record import find_record, unwrap
-from slimbayes.training.faults import Ending, ReaderDied, dead_worker, explained, stopped_words
+from slimbayes.training.faults import Ending, ReaderDied, dead_worker, explained, release, stopped_words
 from slimbayes.training.keeping import STATE, describe, keep, put_weights, take_up, weights_of
 from slimbayes.training.monitor import History, Progress, Row, spread_of, tensorboard, warn_of_collapse
 from slimbayes.training.recording import Recorder, check_recordable
@@ -39,6 +39,7 @@ from slimbayes.training.step import (
 )
 
 Callback = Callable[[int, Row], None]
+_AGAIN = 100  # more than there are readers
 
 
 @dataclass
@@ -211,16 +212,33 @@ class Run:
         return self.earlier + time.monotonic() - self.clock
 
     def _epochs(self, bar: Progress | None) -> None:
-        try:
-            while self.step < self.steps and not self.done:
-                self._epoch(bar)
-        except Exception as error:
-            if self.ending.received and dead_worker(error):  # the signal went to the readers too, amid a step
-                raise self._ended(together=False) from error
-            words = explained(error, self.step + 1, self)
-            if words is None:
-                raise
-            raise words from error
+        """All steps that are left. What ends them from outside is explained."""
+        error: Exception | None = None
+        for _ in range(_AGAIN):
+            try:
+                if error is None:
+                    while self.step < self.steps and not self.done:
+                        self._epoch(bar)
+                    return
+                outcome = self._explained(error)
+                break
+            except (
+                Exception
+            ) as caught:  # a loader that lost a reader raises again when another one ends, amid this
+                error = caught
+        else:
+            outcome = None
+        assert error is not None
+        if outcome is None:
+            raise error
+        raise outcome from error
+
+    def _explained(self, error: Exception) -> BaseException | None:
+        if dead_worker(error):
+            release(error)
+            if self.ending.received:  # the signal went to the readers too, amid a step
+                return self._ended(together=False)
+        return explained(error, self.step + 1, self)
 
     def _batches(self, epoch: int, begin: int) -> Iterator[Batch]:
         try:
@@ -250,8 +268,7 @@ class Run:
             due = self._checkpoint_due(ended)
             # Reading a loss waits for the device: every step on a CPU, now and then on a GPU.
             looks = logs or ended or due or self.fabric.device.type == "cpu"
-            stop = self.ending.agreed(self.fabric, looks)
-            if looks or stop:
+            if looks:
                 last = self._collect(pending)
                 pending = []
                 rate = seen * self._global_batch(batch) / max(time.monotonic() - clock, 1e-9)
@@ -259,6 +276,9 @@ class Run:
                     bar.show(self.step, _short(last, self.source.num_data), rate)
                 if ended or logs:
                     self._log(epoch, rate, ended)
+            stop = self.ending.agreed(self.fabric, looks)
+            if stop and pending:
+                self._collect(pending)
             if due or stop or (self.done and self.folder is not None):  # stopped early
                 keep(self)
             if stop:

@@ -43,6 +43,7 @@ def write_whole(
         os.replace(partial, target)
         if keep is not None and old is not None:
             os.replace(old, keep)  # last: at every moment there are two files, and each is whole
+            old.unlink(missing_ok=True)  # two names of one file are not renamed: both would stay
     except BaseException as error:
         for each in (partial, old):
             if each is not None:

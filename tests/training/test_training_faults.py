@@ -197,6 +197,46 @@ def test_states_without_hard_links(tmp_path, monkeypatch):
         assert States(tmp_path, STATE).read()[1]["step"] == 2
 
 
+def test_two_names_of_one_state_leave_nothing_behind(tmp_path):
+    states = States(tmp_path, STATE)
+    states.write({"w": torch.ones(1)}, {"step": 1})
+    os.link(tmp_path / STATE, tmp_path / PREVIOUS)  # as a copy by hard links may be
+    states.write({"w": torch.ones(1)}, {"step": 2})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted((STATE, PREVIOUS))
+    assert [read_state(tmp_path / name)[1]["step"] for name in (STATE, PREVIOUS)] == [2, 1]
+
+
+def test_two_whole_states_at_every_moment(tmp_path, monkeypatch):
+    """Killed before any of its renamings, a run leaves two whole states that are not one file."""
+    states = States(tmp_path, STATE)
+    for step in (1, 2):
+        states.write({"w": torch.ones(1)}, {"step": step})
+
+    class Killed(BaseException):
+        pass
+
+    def kill_at(call, real=os.replace, unlink=os.unlink):
+        seen = []
+
+        def replace(*paths):
+            seen.append(paths)
+            if len(seen) == call:
+                raise Killed
+            real(*paths)
+
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(os, "unlink", lambda *rest: None)  # who is killed tidies nothing
+        with pytest.raises(Killed):
+            states.write({"w": torch.ones(1)}, {"step": 10 + call})
+        monkeypatch.setattr(os, "replace", real)
+        monkeypatch.setattr(os, "unlink", unlink)
+
+    for call, expected in ((1, [2, 1]), (2, [12, 1])):
+        kill_at(call)
+        assert [read_state(tmp_path / name)[1]["step"] for name in (STATE, PREVIOUS)] == expected
+        assert not (tmp_path / STATE).samefile(tmp_path / PREVIOUS)
+
+
 def test_a_state_of_a_newer_format_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("slimbayes.training.state.FORMAT", 2)
     write_state(tmp_path / STATE, {"w": torch.ones(1)}, {"step": 1})

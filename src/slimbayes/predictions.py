@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import DataError
+from slimbayes.data.base import fingerprint
 from slimbayes.files import formula_safe, write_whole
 from slimbayes.predictive import Predictive
-from slimbayes.runs import Facts, Run
+from slimbayes.provenance import beside, manifest
+from slimbayes.runs import MODEL, Facts, Run
 from slimbayes.served import ServedRun
 
 SUFFIXES = (".csv", ".json", ".npz")
@@ -82,6 +85,26 @@ def _real(facts: Facts, found: Predictive, level: float) -> Table:
         ):  # fmt: skip
             columns[column + tail] = (values.cpu().sqrt() * scale)[:, i].tolist()
     return columns
+
+
+def write_predictions(
+    table: Table, path: Path, run: Run | ServedRun, inputs: Tensor, source: Path, level: float, seed: int
+) -> None:
+    """Write a table, and beside it the manifest: which weights, which inputs, which draws.
+
+    ``source`` is the folder of the run, or the exported file, that predicted.
+    """
+    config: dict[str, object] = {"level": level, "source": source.name}
+    if isinstance(run, Run):
+        config["run"] = run.config.to_dict()
+    weights = source / MODEL if source.is_dir() else source
+    about = manifest(
+        "predict", config, {"fingerprint": fingerprint(inputs), "rows": len(inputs)}, seed,
+        weights={"file": weights.name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()},
+        trained_on={"name": run.facts.name, "fingerprint": run.facts.fingerprint},
+    )  # fmt: skip
+    write_whole(beside(path), json.dumps(about, indent=1) + "\n")
+    write_table(table, path)
 
 
 def write_table(table: Table, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 
+MANIFEST = "manifest.json"
+FORMAT = "slimbayes-manifest"
 PACKAGES = ("slimbayes", "torch", "numpy", "safetensors", "lightning", "torchmetrics", "scikit-learn")
 
 
@@ -85,3 +88,34 @@ def provenance(**more: Any) -> dict[str, Any]:
         "created": now(), "command": command(), "commit": commit(), "versions": versions(), "hardware": hardware(),
         **more,
     }  # fmt: skip
+
+
+def manifest(
+    kind: str, config: dict[str, Any], data: dict[str, Any], seed: Any, **more: Any
+) -> dict[str, Any]:
+    """What it takes to make a result again: ``provenance``, the configuration, the data's fingerprint, the seed.
+
+    >>> made = manifest("fit", {"lr": 0.1}, {"fingerprint": "0123456789abcdef"}, seed=0)
+    >>> sorted({"versions", "config", "data", "seed", "commit", "command", "hardware"} - made.keys())
+    []
+    """
+    head = {"format": FORMAT, "version": 1, "kind": kind}
+    return {**head, **provenance(), "seed": seed, "config": config, "data": data, **more}
+
+
+def beside(path: Path) -> Path:
+    """Where the manifest of a single file goes.
+
+    >>> beside(Path("out/predictions.csv")).name
+    'predictions.manifest.json'
+    """
+    return path.with_name(f"{path.stem}.{MANIFEST}")
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """A manifest; None where there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("format") == FORMAT else None

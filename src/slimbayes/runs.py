@@ -58,7 +58,8 @@ class Facts:
         """The facts of a data set."""
         common = (data.name, data.task, data.kind, data.shape, data.scaling)
         if isinstance(data, StreamedDataset):
-            return cls(*common, None, data.classes, (), (), len(data.train), data.source, "streamed", True)
+            mark = data.fingerprint()  # of names and labels
+            return cls(*common, None, data.classes, (), (), len(data.train), data.source, mark, True)
         names = (data.classes, data.features, data.outputs)
         return cls(*common, data.target_scaling, *names, len(data.train), data.source, data.fingerprint())
 
@@ -269,8 +270,9 @@ def load_run(folder: str | Path, network: str | None = None, device: str | None 
     ) as error:
         what = shortened(repr(error))
         raise CheckpointError(f"{str(folder / FACTS)!r} is damaged ({what}): train again") from error
+    again = f"slimbayes train --resume --out {str(folder)!r} writes them again from the last state, if that is there"
     if not (folder / MODEL).is_file():
-        raise CheckpointError(f"the weights of {str(folder)!r} are gone ({MODEL} is missing): train again")
+        raise CheckpointError(f"the weights of {str(folder)!r} are gone ({MODEL} is missing): {again}")
     if network is not None:
         config = dataclasses.replace(config, network=network)
     with torch.random.fork_rng(devices=[]):
@@ -283,6 +285,9 @@ def load_run(folder: str | Path, network: str | None = None, device: str | None 
         plain = builder(facts.shape, facts.num_outputs).to(
             _DTYPES.get(config.training.precision, torch.float32)
         )
-        model = load(plain, folder / MODEL)
+        try:
+            model = load(plain, folder / MODEL)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {again}") from error
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return Run(model.eval().to(where), config, facts, likelihood)

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -135,10 +135,16 @@ def run_bench(
         if cells:
             run = {
                 "created": now(), "command": command(), "commit": commit(), "threads": config.threads, **where,
+                "seed": 0, "data": "random inputs of the seed", "config": _asked(config),
             }  # fmt: skip
             results.add(cells, run)
             results.write(output)
     return results
+
+
+def _asked(config: BenchConfig) -> dict[str, Any]:
+    """What was asked for, without what belongs to this machine or this call alone."""
+    return {name: value for name, value in asdict(config).items() if name not in ("peers", "budget")}
 
 
 def _start(config: BenchConfig, output: Path, fresh: bool) -> Results:

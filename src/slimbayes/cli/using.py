@@ -153,7 +153,7 @@ def predict(
 ) -> None:
     """Predict new data: probabilities or means, entropy, mutual information, intervals."""
     from slimbayes.data import read_inputs
-    from slimbayes.predictions import SUFFIXES, predict_table, write_table
+    from slimbayes.predictions import SUFFIXES, predict_table, write_predictions
     from slimbayes.runs import Run, load_run
     from slimbayes.served import ENDING, ServedRun, load_served
 
@@ -170,7 +170,7 @@ def predict(
             loaded.config = dataclasses.replace(loaded.config, draws=draws)
     raw, names = read_inputs(inputs, loaded.facts.to_dict())
     table = predict_table(loaded, raw, level, seed or 0, names=list(names))
-    write_table(table, out)
+    write_predictions(table, out, loaded, raw, run, level, seed or 0)
     o.note(f"{len(raw)} predictions: {out}")
 
 

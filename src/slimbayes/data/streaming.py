@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,10 +83,14 @@ class StreamBatches:
             num_workers=self.workers,
             collate_fn=_collate,
             pin_memory=pinned,
+            worker_init_fn=_patient,
         )
         for images, labels, errors in loader:
             if errors and (self.stream.on_error == "raise" or len(labels) == 0):
-                raise DataError(errors[0])
+                raise DataError(
+                    f"{errors[0]}; put the file back as it was and go on with resume=True (--resume), or leave out "
+                    f"images that cannot be read: on_error='skip' (--data-option on_error=skip)"
+                )
             self.skipped += len(errors)
             yield self._ready(images), labels.to(self.device, non_blocking=True)
 
@@ -96,6 +101,19 @@ class StreamBatches:
     def _ready(self, images: Tensor) -> Tensor:
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return self.scaling(images.to(self.device, non_blocking=True)).contiguous(memory_format=layout)
+
+
+def _patient(worker: int) -> None:
+    """Let a first SIGTERM pass in a reader.
+
+    A scheduler sends it to all processes, and the run needs its batches to end after a whole step. A second one, as a
+    loader sends it that waits in vain, ends the reader.
+    """
+
+    def note(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, note)
 
 
 class _Places(Sampler[list[Place]]):

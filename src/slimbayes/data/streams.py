@@ -286,7 +286,10 @@ def _entries(path: Path) -> list[tuple[str, int, int, int]]:
         ValueError,
     ) as error:
         what = shortened(error) or type(error).__name__
-        raise DataError(f"{path}: damaged at or after the member {shortened(name)!r} ({what})") from error
+        raise DataError(
+            f"{path}: damaged at or after the member {shortened(name)!r} ({what}): copy the shard again from where it "
+            f"came"
+        ) from error
     lonely = sorted(images.keys() ^ labels.keys())
     if lonely or any(label < 0 for label in labels.values()):
         what = (

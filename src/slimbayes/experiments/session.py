@@ -36,7 +36,7 @@ from slimbayes.provenance import commit, hardware, now
 from slimbayes.specs import network_builder
 from slimbayes.training import StopTraining, Training, fit
 from slimbayes.training.keeping import STATE
-from slimbayes.training.state import read_state
+from slimbayes.training.state import States
 
 FACTS, PROBES, MEASURED = "run.json", "probes.json", "measured.json"
 MEASURE = 1  # raise it when measure, sb.compress or analysis.truncate change what they give
@@ -323,10 +323,12 @@ def _finished(folder: Path, facts: dict[str, Any], every: int) -> dict[str, Any]
 
 def read_state_step(folder: Path) -> int:
     """The step at which a run can be resumed; 0 where there is no whole state."""
+    states = States(folder, STATE)
     try:
-        return int(read_state(folder / STATE)[1]["step"])
+        found = states.read()
+        return 0 if found is None else int(found[1]["step"])
     except (CheckpointError, OSError, KeyError, TypeError, ValueError):
-        (folder / STATE).unlink(missing_ok=True)
+        states.clear()
         return 0
 
 

@@ -1,5 +1,6 @@
 """The training loop and its settings."""
 
+from slimbayes.training.faults import Terminated
 from slimbayes.training.loop import FitResult, fit
 from slimbayes.training.many import ManyResult, fit_many
 from slimbayes.training.pull import predicted_spread
@@ -13,6 +14,7 @@ __all__ = [
     "Objective",
     "Source",
     "StopTraining",
+    "Terminated",
     "Training",
     "TrainingError",
     "fit",

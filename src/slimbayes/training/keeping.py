@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from slimbayes.checkpoint import CheckpointError, describe_methods
-from slimbayes.files import shortened
+from slimbayes.files import shortened, write_whole
+from slimbayes.provenance import MANIFEST, manifest, provenance, read_manifest
 from slimbayes.record import Record, find_record
 from slimbayes.training.guard import Skips
 from slimbayes.training.monitor import Row
 from slimbayes.training.settings import Training
-from slimbayes.training.state import optimizer_tensors, read_state, restore_optimizer, write_state
+from slimbayes.training.state import optimizer_tensors, restore_optimizer
 
 if TYPE_CHECKING:
     from slimbayes.training.loop import Run
@@ -31,7 +32,7 @@ FREE = (
 
 def keep(run: Run) -> None:
     """Write the state of the run to its folder, whole or not at all; the first process does."""
-    if run.folder is None or not run.fabric.is_global_zero:
+    if run.states is None or not run.fabric.is_global_zero:
         return
     tensors, scalars = optimizer_tensors(run.optimizer)
     tensors |= weights_of(run)
@@ -42,16 +43,17 @@ def keep(run: Run) -> None:
         "step": run.step, **_identity(run), "optimizer": scalars, "best": run.best, "waited": run.waited,
         "done": run.done, "seconds": run.seconds(), "history": run.history.rows, "skips": asdict(run.skips),
     }  # fmt: skip
-    write_state(run.folder / STATE, tensors, facts)
+    run.states.write(tensors, facts)
 
 
 def take_up(run: Run) -> list[Row]:
     """Put the folder's state into the run, if there is one, and return its history."""
-    assert run.folder is not None
-    path = run.folder / STATE
-    if not path.exists():
+    assert run.states is not None
+    found = run.states.read()
+    if found is None:
         return []
-    tensors, facts = read_state(path)
+    tensors, facts = found
+    path = run.states.used
     try:
         return _put_back(run, path, tensors, facts)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # whole, and not of a run
@@ -64,6 +66,7 @@ def take_up(run: Run) -> list[Row]:
 def _put_back(run: Run, path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> list[Row]:
     # Settings that are newer than the file had no other value than their default.
     facts["settings"] = {**bound(Training()), **facts["settings"]}
+    facts["data"] = facts.get("data") or run.fingerprint  # earlier versions did not look at streamed data
     for key, value in _identity(run).items():
         if facts.get(key) != value:
             raise CheckpointError(
@@ -85,6 +88,22 @@ def _put_back(run: Run, path: Path, tensors: dict[str, Tensor], facts: dict[str,
     run.skips = Skips(**facts.get("skips", {"last_finite": run.step}))  # a file from before left no step out
     rows: list[Row] = facts["history"]
     return rows
+
+
+def describe(run: Run, resume: bool) -> None:
+    """Write the manifest: what the run is made of, and every time that it was taken up again, with the step."""
+    assert run.folder is not None
+    path = run.folder / MANIFEST
+    before = read_manifest(path) if resume else None
+    if before is None:
+        data = {
+            "fingerprint": run.fingerprint or None, "num_data": run.source.num_data, "batches": run.per_epoch
+        }  # fmt: skip
+        config = {**run.settings.to_dict(), "method": method_text(find_record(run.model))}
+        before = manifest("fit", config, data, run.settings.seed)
+    if resume:
+        before["resumed"] = [*before.get("resumed", ()), provenance(step=run.step)]
+    write_whole(path, json.dumps(before, indent=1) + "\n")
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import compiling
-from slimbayes.data import Dataset, RecordDataset
+from slimbayes.data import Dataset, RecordDataset, StreamedDataset
 from slimbayes.evaluate import evaluate
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError, guarded
 from slimbayes.record import find_record, unwrap
+from slimbayes.training.faults import Ending, ReaderDied, dead_worker, explained, release, stopped_words
 from slimbayes.training.guard import Guard, Skips, fusable
-from slimbayes.training.keeping import STATE, keep, put_weights, take_up, weights_of
+from slimbayes.training.keeping import STATE, describe, keep, put_weights, take_up, weights_of
 from slimbayes.training.monitor import History, Progress, Row, spread_of, tensorboard, warn_of_collapse
 from slimbayes.training.naming import why
 from slimbayes.training.recording import Recorder, check_recordable
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_source, mixed_seed
-from slimbayes.training.state import remove_partial
+from slimbayes.training.state import States, remove_partial
 from slimbayes.training.step import (
     Objective,
     StopTraining,
@@ -40,6 +41,7 @@ from slimbayes.training.step import (
 )
 
 Callback = Callable[[int, Row], None]
+_AGAIN = 100  # more than there are readers
 
 
 @dataclass
@@ -137,13 +139,16 @@ class Run:
         self.settings, self.fabric, self.callback = settings, fabric, callback
         self.model, self.likelihood = unwrap(model), likelihood
         self.folder = Path(folder) if folder is not None else None
+        self.states = None if self.folder is None else States(self.folder, STATE)
+        self.ending = Ending(self.folder is not None)  # without a folder there is nothing to go on from
         self.source: Source = make_source(data, settings, num_data, fabric)
         self.validation = (
             None if validation is None else make_source(validation, settings, 1, fabric, train=False)
         )
         self.target_scaling = data.target_scaling if isinstance(data, Dataset) else None
         self.per_epoch = len(self.source)
-        known = data.train if isinstance(data, (Dataset, RecordDataset)) else as_split(data)
+        whole = isinstance(data, (Dataset, RecordDataset))
+        known: Any = data.train if whole else data if isinstance(data, StreamedDataset) else as_split(data)
         # Hashing the data takes a moment, and only a run that can be resumed needs it.
         self.fingerprint = known.fingerprint() if known is not None and folder is not None else ""
         if self.per_epoch == 0:
@@ -188,8 +193,9 @@ class Run:
         if writes and self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_partial(self.folder)
-            if not resume:
-                (self.folder / STATE).unlink(missing_ok=True)
+            if not resume and self.states is not None:
+                self.states.clear()
+            describe(self, resume)
         self.history = History(
             self.folder / "history.csv" if writes and self.folder is not None else None, rows
         )
@@ -198,9 +204,8 @@ class Run:
         self.clock = time.monotonic()
         bar = Progress(self.steps, self.step, label)
         self.model.train()
-        with bar.live() if progress else nullcontext():
-            while self.step < self.steps and not self.done:
-                self._epoch(bar if progress else None)
+        with self.ending, bar.live() if progress else nullcontext():
+            self._epochs(bar if progress else None)
         if self.best_weights:
             put_weights(self, self.best_weights)
         self.model.eval()
@@ -219,18 +224,64 @@ class Run:
     def seconds(self) -> float:
         return self.earlier + time.monotonic() - self.clock
 
+    def _epochs(self, bar: Progress | None) -> None:
+        """All steps that are left. What ends them from outside is explained."""
+        error: Exception | None = None
+        for _ in range(_AGAIN):
+            try:
+                if error is None:
+                    while self.step < self.steps and not self.done:
+                        self._epoch(bar)
+                    return
+                outcome = self._explained(error)
+                break
+            except (
+                Exception
+            ) as caught:  # a loader that lost a reader raises again when another one ends, amid this
+                error = caught
+        else:
+            outcome = None
+        assert error is not None
+        if outcome is None:
+            raise error
+        raise outcome from error
+
+    def _explained(self, error: Exception) -> BaseException | None:
+        if dead_worker(error):
+            release(error)
+            if self.ending.received:  # the signal went to the readers too, amid a step
+                return self._ended(together=False)
+        return explained(error, self.step + 1, self)
+
+    def _batches(self, epoch: int, begin: int) -> Iterator[Batch]:
+        try:
+            yield from self.source.epoch(epoch, begin)
+        except Exception as error:
+            if not dead_worker(error):
+                raise
+            if self.ending.received:  # between two steps: all of it can be kept
+                keep(self)
+            raise ReaderDied(str(error)) from error
+
+    def _ended(self, together: bool = True) -> BaseException:
+        if together:
+            self.fabric.barrier()  # the first process writes the state, and the others do not leave before
+        kept = self.step if self.states is None else self.states.step
+        return self.ending.end(stopped_words(kept, self.steps, self.folder), self.fabric.is_global_zero)
+
     def _epoch(self, bar: Progress | None) -> None:
         epoch, begin = divmod(self.step, self.per_epoch)
         pending: list[Tensor] = []  # (loss, nll, KL, made) of steps not yet read from the device
         clock = time.monotonic()
-        for seen, batch in enumerate(self.source.epoch(epoch, begin), 1):
+        for seen, batch in enumerate(self._batches(epoch, begin), 1):
             pending.append(self._train_step(batch))
             self.step += 1
             ended = self.step == self.steps or self.step % self.per_epoch == 0
             logs = self.step % self.settings.log_every == 0
             due = self._checkpoint_due(ended)
             # Reading a loss waits for the device: every step on a CPU, now and then on a GPU.
-            if logs or ended or due or self.fabric.device.type == "cpu":
+            looks = logs or ended or due or self.fabric.device.type == "cpu"
+            if looks:
                 last = self._collect(pending)
                 pending = []
                 rate = seen * self._global_batch(batch) / max(time.monotonic() - clock, 1e-9)
@@ -238,8 +289,13 @@ class Run:
                     bar.show(self.step, _short(last, self.source.num_data), rate)
                 if ended or logs:
                     self._log(epoch, rate, ended)
-            if due or (self.done and self.folder is not None):  # stopped early
+            stop = self.ending.agreed(self.fabric, looks)
+            if stop and pending:
+                self._collect(pending)
+            if due or stop or (self.done and self.folder is not None):  # stopped early
                 keep(self)
+            if stop:
+                raise self._ended()
             if ended or self.done:
                 return
 
@@ -345,7 +401,15 @@ class Run:
             warn_of_collapse(self.history.rows, self.start)
         if self.logger is not None:
             named = {f"train/{k}": v for k, v in row.items() if k != "step"}
-            self.logger.log_metrics(named, step=self.step)
+            try:
+                self.logger.log_metrics(named, step=self.step)
+            except (
+                Exception
+            ) as error:  # its thread dies where the disk is full: the run itself will say so, if it is
+                warnings.warn(
+                    f"TensorBoard cannot be written from step {self.step} on: {error!r}", stacklevel=2
+                )
+                self.logger = None
         self._call(row)
 
     def _call(self, row: Row) -> None:

@@ -15,12 +15,14 @@ from torch import nn
 
 from slimbayes.data import Split
 from slimbayes.likelihoods import Likelihood
+from slimbayes.training.faults import Ending, stopped_words
 from slimbayes.training.many_group import Group
 from slimbayes.training.many_inputs import DTYPES, alike, in_precision, make_members
 from slimbayes.training.many_recording import Recorded
-from slimbayes.training.many_state import keep, take_up
+from slimbayes.training.many_state import STATE, keep, take_up
 from slimbayes.training.monitor import Progress, Row
 from slimbayes.training.settings import Training
+from slimbayes.training.state import States
 from slimbayes.training.step import StopTraining
 
 Callback = Callable[[int, dict[int, Row]], None]
@@ -153,6 +155,8 @@ class Run:
         count: int,
     ) -> None:
         self.groups, self.settings, self.folder, self.callback = groups, settings, folder, callback
+        self.states = None if folder is None else States(folder, STATE)
+        self.ending = Ending(folder is not None)  # without a folder there is nothing to go on from
         self.histories: list[list[Row]] = [[] for _ in range(count)]
         self.step = 0  # of every network that has not made all of its own
         self.last = max(group.steps for group in groups)
@@ -181,12 +185,15 @@ class Run:
         bar = Progress(self.last, self.step, label)
         self.clock = start = time.monotonic()
         examples = 0
-        with bar.live() if progress else nullcontext():
+        with self.ending, bar.live() if progress else nullcontext():
             while self.step < self.last:
                 until = self._next()
                 examples += self._go(until)
                 self.step = until
                 self._note()
+                if self.ending.received:
+                    self._keep()
+                    raise self.ending.end(stopped_words(self.step, self.last, self.folder))
                 if progress:
                     bar.show(self.step, self._text(), examples / max(time.monotonic() - start, 1e-9))
 

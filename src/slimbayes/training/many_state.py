@@ -16,13 +16,7 @@ from slimbayes.record import find_record
 from slimbayes.training.keeping import FREE, bound, method_text
 from slimbayes.training.many_group import Group
 from slimbayes.training.settings import Training
-from slimbayes.training.state import (
-    optimizer_tensors,
-    read_state,
-    remove_partial,
-    restore_optimizer,
-    write_state,
-)
+from slimbayes.training.state import optimizer_tensors, remove_partial, restore_optimizer
 
 if TYPE_CHECKING:
     from slimbayes.training.many import Run
@@ -33,7 +27,7 @@ _FREE = (*FREE, "capture")  # recorded steps are the same steps
 
 def keep(run: Run) -> None:
     """Write tensors, optimizers and histories of all networks to the folder, whole or not at all."""
-    assert run.folder is not None
+    assert run.states is not None
     run.wait()
     tensors: dict[str, Tensor] = {}
     scalars: list[dict[str, Any]] = []
@@ -46,19 +40,20 @@ def keep(run: Run) -> None:
     facts = {
         "step": run.step, **_identity(run), "groups": scalars, "histories": run.histories, "seconds": run.seconds(),
     }  # fmt: skip
-    write_state(run.folder / STATE, tensors, facts)
+    run.states.write(tensors, facts)
 
 
 def take_up(run: Run, resume: bool) -> None:
     """Put the folder's state into the run, if there is one; without ``resume`` it is removed."""
-    assert run.folder is not None
-    path = run.folder / STATE
+    assert run.folder is not None and run.states is not None
     remove_partial(run.folder)
     if not resume:
-        path.unlink(missing_ok=True)
-    if not path.exists():
+        run.states.clear()
+    found = run.states.read()
+    if found is None:
         return
-    tensors, facts = read_state(path)
+    tensors, facts = found
+    path = run.states.used
     try:
         _put_back(run, path, tensors, facts)
     except CheckpointError:

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import importlib.util
 import io
+import os
 import sys
 import time
 import warnings
@@ -16,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from slimbayes.analysis.factors import COLLAPSED, component_spread
-from slimbayes.files import write_whole
+from slimbayes.files import FULL, no_room, write_whole
 
 COLUMNS = (
     "step", "epoch", "loss", "nll", "kl", "lr", "kl_weight", "examples_per_second",
@@ -39,8 +40,13 @@ class History:
         """Append a row, in memory and to the file."""
         self.rows.append(row)
         if self.path is not None:
-            with open(self.path, "a", newline="") as file:
-                file.write(_line(row))
+            line, before = _line(row), self.path.stat().st_size
+            try:
+                with open(self.path, "a", newline="") as file:
+                    file.write(line)
+            except OSError as error:
+                os.truncate(self.path, before)  # a disk that is full may take a part of the row
+                raise no_room(error, self.path, len(line)) if error.errno in FULL else error from None
 
     def _text(self) -> str:
         return ",".join(COLUMNS) + "\n" + "".join(_line(row) for row in self.rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,77 @@ FORMAT = 1
 HEADER = "slimbayes-training"
 
 
-def write_state(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """Write tensors and JSON facts to one file, whole or not at all.
+class DamagedState(CheckpointError):
+    """A state that was cut off, changed or cannot be read."""
+
+
+class States:
+    """The two last states of a run in its folder: should the newest be damaged, the one before is there.
+
+    >>> import tempfile
+    >>> states = States(Path(tempfile.mkdtemp()), "training.safetensors")
+    >>> for step in (1, 2, 3):
+    ...     states.write({"w": torch.ones(2)}, {"step": step})
+    >>> states.path.write_bytes(b"damaged")
+    7
+    >>> with warnings.catch_warnings(record=True):
+    ...     states.read()[1]
+    {'step': 2}
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / name
+        self.previous = self.path.with_name(f"{self.path.stem}.previous{self.path.suffix}")
+        self.whole = (
+            False  # the newest file, as far as this process knows: only then may it replace the other
+        )
+        self.used = self.path  # what was read
+        self.step = 0  # of the last state that was read or written
+
+    def write(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Write a state; the newest so far becomes the one before."""
+        write_state(self.path, tensors, facts, self.previous if self.whole else None)
+        self.whole, self.step = True, facts.get("step", 0)
+
+    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The newest whole state, with a warning where that is not the newest file; None where there is none."""
+        found = [path for path in (self.path, self.previous) if path.exists()]
+        damaged: list[CheckpointError] = []
+        for path in found:
+            try:
+                tensors, facts = read_state(path)
+            except CheckpointError as error:
+                damaged.append(error)
+                continue
+            self.whole, self.used, self.step = path == self.path, path, facts.get("step", 0)
+            if not self.whole:
+                why = (
+                    str(damaged[0]).partition(": delete")[0] if damaged else f"{str(self.path)!r} is missing"
+                )
+                warnings.warn(
+                    f"{why}; the run goes on from the state before it, {str(path)!r} (step {self.step})",
+                    stacklevel=2,
+                )
+            return tensors, facts
+        if len(damaged) > 1:
+            raise DamagedState(
+                f"{damaged[0]}. {str(self.previous)!r}, the state before it, cannot be used either: delete both"
+            ) from damaged[0]
+        if damaged:
+            raise damaged[0]
+        return None
+
+    def clear(self) -> None:
+        """Remove both."""
+        for path in (self.path, self.previous):
+            path.unlink(missing_ok=True)
+        self.whole = False
+
+
+def write_state(
+    path: Path, tensors: dict[str, Tensor], facts: dict[str, Any], keep: Path | None = None
+) -> None:
+    """Write tensors and JSON facts to one file, whole or not at all; ``keep`` gets what was there.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "training.safetensors"
@@ -31,11 +101,11 @@ def write_state(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -
     kept = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     text = json.dumps(facts, sort_keys=True)
     header = json.dumps({"format": FORMAT, "facts": text, "sha256": _digest(text, kept)})
-    write_whole(path, save(kept, metadata={HEADER: header}))
+    write_whole(path, save(kept, metadata={HEADER: header}), keep)
 
 
 def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and facts of a file; a damaged one is a CheckpointError."""
+    """The tensors and facts of a file; a damaged one is a DamagedState, which is a CheckpointError."""
     try:
         tensors, metadata = read_tensors(path)
         header = parse_json(metadata[HEADER])
@@ -48,12 +118,12 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except CheckpointError:
         raise
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
+        raise DamagedState(
             f"{str(path)!r} is no whole training state ({shortened(repr(error))}): delete it to train from the start"
         ) from error
     if not intact:
-        raise CheckpointError(
-            f"{str(path)!r} does not match its checksum: it was damaged. Delete it to train from the start"
+        raise DamagedState(
+            f"{str(path)!r} was damaged, it does not match its checksum: delete it to train from the start"
         )
     return tensors, facts
 

@@ -23,6 +23,7 @@ from slimbayes.apply.patched import prefill_patches
 from slimbayes.apply.points import prefill_points
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.budget import out_of_memory
+from slimbayes.checking import check_count, is_count
 from slimbayes.context import (
     NOISE_MODES,
     SEES_CHECKPOINTS,
@@ -35,6 +36,7 @@ from slimbayes.context import (
     row_message,
 )
 from slimbayes.late import Plan, probe, signature
+from slimbayes.layers.several import Several
 from slimbayes.record import Record, every_module, find_record, layers_and_groups, unwrap
 
 
@@ -87,6 +89,7 @@ def _draw_eagerly(
     return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
 
 
+_PLACES = 2**32  # of examples and of samples, as keyed noise counts them
 _ONE = pytree.tree_flatten(((0,), {}))[1]  # of one tensor and nothing else
 
 
@@ -139,12 +142,25 @@ def flatten_inputs(
         leaves, spec = pytree.tree_flatten((inputs, named))
     whole = _whole_leaves(model, inputs, named, shared)
     batch = _batch_size(leaves, whole)
+    if any([isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves]):
+        _check_meta(model, leaves)
     tiled = {
         i
         for i, leaf in enumerate(leaves)
         if i not in whole and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
     }
     return FlatInputs(leaves, spec, tiled, batch)
+
+
+def _check_meta(model: nn.Module, leaves: list[Any]) -> None:
+    """A tensor without values gives none, which layers would not all notice; some of torch's crash on it."""
+    own = next(unwrap(model).parameters(), None)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_meta and own is not None and not own.is_meta:
+            raise ValueError(
+                f"input {i} of shape {tuple(leaf.shape)} is on the meta device, where tensors have no values, and the "
+                f"model is on {own.device}: hand over the values"
+            )
 
 
 def _refuse_packed(inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -188,16 +204,18 @@ def draw_flat(
             "DataParallel cuts the rows of a draw across its components; use DistributedDataParallel"
         )
     record = find_record(model)
-    check_options(samples, noise, seed)
+    check_options(samples, noise, seed, first_example, first_sample)
     if ahead is None and isinstance(seed, int) and not torch.compiler.is_compiling():
         with contextlib.closing(Ahead(samples, 0, record.places)) as own:
             return draw_flat(model, flat, samples, noise, seed, first_example, first_sample, evaluated, own)
     components, ids = _active_components(unwrap(model), record, flat.leaves, seed)
     draws = components * samples
     now = Draw(components, samples, flat.batch, noise, seed, first_sample, first_example, ids)
+    split = _may_be_split(record, flat, now)
     # Without gradients only: torch's own backward passes may depend on how often a row occurs.
     if (
         draws > 1
+        and not split
         and fast.paths.late
         and not torch.is_grad_enabled()
         and (evaluated or not unwrap(model).training)
@@ -210,11 +228,12 @@ def draw_flat(
         now.rows_seen = {}
     args, kwargs = flat.tile(draws)
     _prefill(model, record, flat, now, ahead)
-    with activate(now):
-        output = model(*args, **kwargs)
+    output = _run(model, args, kwargs, flat, now)
     if check_rows:
         _verify_rows(model, now, flat)
         record.rows_checked = True
+    if split:
+        _verify_unsplit(model, record, flat, now, split)
     _keep_mixing(record, now)
     if ahead is not None and ahead.only_patches and now.settled is not None:
         ahead.lane = flat
@@ -307,11 +326,15 @@ def plan_for(
     return record.late[key]
 
 
-def check_options(samples: int, noise: str, seed: int | Supply | None) -> None:
+def check_options(
+    samples: int, noise: str, seed: int | Supply | None, first_example: int = 0, first_sample: int = 0
+) -> None:
     """Raise on options of a draw that mean nothing."""
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
-    if noise not in NOISE_MODES:
+    check_count("samples", samples)
+    for name, place in (("first_example", first_example), ("first_sample", first_sample)):
+        if not is_count(place, 0) or place >= _PLACES:
+            raise ValueError(f"{name} must be an integer from 0 to {_PLACES - 1}, got {place!r}")
+    if not isinstance(noise, str) or noise not in NOISE_MODES:
         raise ValueError(f"unknown noise {noise!r}; use 'example', 'shared' or 'mean'")
     if seed is not None and not isinstance(seed, (int, Supply)):
         raise ValueError(f"seed must be an integer or None, got {seed!r}")
@@ -402,6 +425,114 @@ def _verify_rows(model: nn.Module, seen: Draw, flat: FlatInputs) -> None:
         for rows, probed in zip(seen.rows_seen.get(layer, []), calls, strict=False):
             if probed * seen.rows != rows * probe.rows:
                 raise RowError(row_message(layer, rows, seen))
+
+
+def _run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: FlatInputs, now: Draw
+) -> Any:
+    """The network's output in this draw; an error says what the network was handed."""
+    if torch.compiler.is_compiling():
+        with activate(now):
+            return model(*args, **kwargs)
+    watched = now.rows > flat.batch and find_record(model).sequential
+    try:
+        with activate(now), _no_single_sequence(model, now) if watched else contextlib.nullcontext():
+            return model(*args, **kwargs)
+    except Exception as error:
+        _explain(error, flat, now)
+        raise
+
+
+@contextlib.contextmanager
+def _no_single_sequence(model: nn.Module, now: Draw) -> Iterator[None]:
+    """Refuse a sequence without a batch in layers that are not converted: its steps would be taken for examples.
+
+    Repeated for the draws, [T, ·] would be one sequence that is longer. Converted layers see it by their rows. A network
+    that hands over its rows one by one calls the layer for each.
+    """
+    seen: dict[nn.Module, list[tuple[int, ...]]] = {}
+
+    def look(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if given and isinstance(given[0], Tensor) and given[0].dim() == 2:
+            seen.setdefault(module, []).append(tuple(given[0].shape))
+
+    kinds = (nn.RNNBase, nn.MultiheadAttention)
+    hooks = [
+        module.register_forward_pre_hook(look)
+        for module in unwrap(model).modules()
+        if isinstance(module, kinds) and not isinstance(module, Several)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module, shapes in seen.items():
+        steps = sum(shape[0] for shape in shapes)
+        # Members of an ensemble have one call each, or all of them one, in which each sees its own rows.
+        if any(steps * times == now.rows and len(shapes) * times < now.rows for times in (1, now.components)):
+            raise RowError(
+                f"a {type(module).__name__} that is not converted got one sequence without a batch, of shape "
+                f"{shapes[0]}: its steps would run on from draw to draw. Give the sequence a batch, x.unsqueeze(0)"
+            )
+
+
+def _explain(error: Exception, flat: FlatInputs, now: Draw) -> None:
+    """Say beside an error of the network's, or of torch's, what the network was handed: rows it never saw before."""
+    if isinstance(error, RowError) or out_of_memory(error):
+        return
+    given = [
+        f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+        + (f" as {now.rows} rows" if i in flat.tiled else " as it is")
+        if isinstance(leaf, Tensor)
+        else type(leaf).__name__
+        for i, leaf in enumerate(flat.leaves)
+    ]
+    note = (
+        f"This was a draw of {now.components} components x {now.samples} samples of {flat.batch} examples, the first "
+        f"dimension of the first input: the batch comes first, and is repeated. The network got {'; '.join(given)}."
+    )
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):  # Python 3.10
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def _may_be_split(record: Record, flat: FlatInputs, now: Draw) -> tuple[Any, ...]:
+    """What to remember of inputs that are not repeated and still have as many rows as all draws together; or ()."""
+    if now.rows == flat.batch or len(flat.tiled) == len(flat.leaves) or torch.compiler.is_compiling():
+        return ()
+    found = [
+        (i, tuple(leaf.shape))
+        for i, leaf in enumerate(flat.leaves)
+        if i not in flat.tiled and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == now.rows
+    ]
+    key = (flat.batch, now.components, now.samples, *found)
+    return key if found and key not in record.unsplit else ()
+
+
+def _verify_unsplit(
+    model: nn.Module, record: Record, flat: FlatInputs, seen: Draw, key: tuple[Any, ...]
+) -> None:
+    """Run the network with one sample more: what serves all rows serves those too, what was split among draws fails.
+
+    A mask of two rows beside one example is an error of the network's, and must stay one when two draws make two rows.
+    """
+    probe = Draw(seen.components, seen.samples + 1, seen.batch, "mean", component_ids=seen.component_ids)
+    args, kwargs = flat.tile(probe.components * probe.samples)
+    try:
+        with torch.no_grad(), evaluating(model), activate(probe):
+            model(*args, **kwargs)
+    except Exception as error:
+        if out_of_memory(error):
+            return
+        shapes = ", ".join(f"input {i} of shape {shape}" for i, shape in key[3:])
+        raise RowError(
+            f"{shapes} was not repeated for the draws, for its first dimension is not the batch's {flat.batch}; but "
+            f"the network takes it for rows, and would split it among the {seen.components * seen.samples} draws. "
+            f"Give it one row per example (with another number of samples the network says: {error})"
+        ) from error
+    record.unsplit.add(key)
 
 
 def _is_plain(module: nn.Module) -> bool:

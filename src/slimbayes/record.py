@@ -69,6 +69,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     >>> unwrap(nn.Linear(1, 1))
     Linear(in_features=1, out_features=1, bias=True)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a converted torch.nn.Module is needed, got {type(model).__name__} {model!r:.40}")
     while ATTRIBUTE not in model.__dict__:  # what was converted itself is no wrapper
         inner = getattr(model, "_orig_mod", None)
         if inner is None and type(model).__name__ in (

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from reliability.cases.groups import GROUPS, counts
-from reliability.cases.running import Tally, run_group
+from reliability.cases.groups import GROUPS, case_of, counts
+from reliability.cases.running import Tally, jobs_of, run_jobs
 from reliability.figures import Figure, write_figures
 
 SHARE = 0.6  # of all cases that are to run to a comparison
 
 
-def run(cases: int, seed: int = 0, only: Sequence[str] = (), shrink: bool = False) -> dict[str, Tally]:
+def run(
+    cases: int, seed: int = 0, only: Sequence[str] = (), shrink: bool = False, processes: int = 1
+) -> dict[str, Tally]:
     """All groups, or some, with about so many cases together."""
-    found = {}
-    for name, count in counts(cases).items():
-        if not only or name in only:
-            found[name] = run_group(name, GROUPS[name][0], count, seed, shrink=shrink)
-    return found
+    chosen = {name: count for name, count in counts(cases).items() if not only or name in only}
+    jobs = [job for name, count in chosen.items() for job in jobs_of(name, count, seed, shrink)]
+    return run_jobs(jobs, case_of, processes)
 
 
 def table(tallies: dict[str, Tally], which: str) -> dict[str, dict[str, int]]:
@@ -34,7 +34,9 @@ def table(tallies: dict[str, Tally], which: str) -> dict[str, dict[str, int]]:
         if name.split(".")[0] not in ("options", "scores", "predictions") and name != "verbs.unconverted":
             for key, counter in getattr(tally, which).items():
                 total.setdefault(key, collections.Counter()).update(counter)
-    return {key: {"cases": sum(total[key].values()), "compared": total[key]["equal"]} for key in sorted(total)}
+    return {
+        key: {"cases": sum(total[key].values()), "compared": total[key]["equal"]} for key in sorted(total)
+    }
 
 
 def figures(tallies: dict[str, Tally], asked: int) -> list[Figure]:
@@ -46,10 +48,14 @@ def figures(tallies: dict[str, Tally], asked: int) -> list[Figure]:
     share = equal / max(1, cases)
     return [
         Figure("generated cases", f"{cases:,}", f"at least {asked:,}", cases >= asked),
-        Figure("equal to their reference", f"{equal:,} ({100 * share:.0f} %)", f"above {100 * SHARE:.0f} %", share > SHARE),
+        Figure("equal to a reference", f"{equal:,} ({100 * share:.0f} %)", f"above {100 * SHARE:.0f} %", share > SHARE),
         Figure("refused in documented words", f"{refused:,}", "", None),
         Figure("wrong", f"{wrong:,}", "none", wrong == 0),
     ]  # fmt: skip
+
+
+def _words(name: str) -> str:
+    return (GROUPS[name][0].__doc__ or "").splitlines()[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,21 +64,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="another one gives other cases")
     parser.add_argument("--only", nargs="*", default=(), help=f"of {', '.join(GROUPS)}")
-    parser.add_argument("--shrink", action="store_true", help="look for the smallest case of a failure; takes minutes")
+    parser.add_argument(
+        "--shrink", action="store_true", help="look for the smallest case of a failure; takes minutes"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="the cases are the same with any number")
     parser.add_argument("--no-results", action="store_true", help="write no file")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     start = time.perf_counter()
-    tallies = run(given.cases, given.seed, given.only, given.shrink)
+    tallies = run(given.cases, given.seed, given.only, given.shrink, given.processes)
     found = figures(tallies, given.cases)
     for figure in found:
         print(f"{figure.what}: {figure.value}")
     details: dict[str, Any] = {
-        "groups": {name: {"what": (GROUPS[name][0].__doc__ or "").splitlines()[0], **tally.as_dict()} for name, tally in tallies.items()},
+        "groups": {name: {"what": _words(name), **tally.as_dict()} for name, tally in tallies.items()},
         "by_method": table(tallies, "by_method"), "by_layer": table(tallies, "by_layer"),
     }  # fmt: skip
     if not given.no_results and not given.only:
-        command = f"python -m reliability.cases --cases {given.cases}" + (f" --seed {given.seed}" if given.seed else "")
+        command = f"python -m reliability.cases --cases {given.cases}" + (
+            f" --seed {given.seed}" if given.seed else ""
+        )
         notes = [
             "A case is a network, a method with its options, inputs and a call, all generated. Seeded draws are held "
             "against a replay of every example of every draw in torch's own layers, in float64.",

@@ -42,7 +42,9 @@ def scatter(model: nn.Module) -> None:
 
 def layout(data: Any, x: Tensor) -> Tensor:
     """The same values in another layout, or with a gradient."""
-    form = data.draw(st.sampled_from(["plain", "plain", "strided", "turned", "expanded", "last", "grad", "sliced"]))
+    form = data.draw(
+        st.sampled_from(["plain", "plain", "strided", "turned", "expanded", "last", "grad", "sliced"])
+    )
     if form == "strided":
         return torch.stack([x, x], -1)[..., 0]
     if form == "turned" and x.dim() > 1:
@@ -76,7 +78,8 @@ def replayed(data: Any) -> Outcome:
         dtype = torch.float32  # tails are beyond 16 bits
     model.to(dtype)
     options = {
-        "samples": data.draw(st.integers(1, 2)), "noise": data.draw(st.sampled_from(["example", "example", "shared", "mean"])),
+        "samples": data.draw(st.integers(1, 2)),
+        "noise": data.draw(st.sampled_from(["example", "example", "shared", "mean"])),
         "seed": data.draw(SEEDS), "first_example": data.draw(st.sampled_from([0, 0, 5])),
         "first_sample": data.draw(st.sampled_from([0, 0, 3])),
     }  # fmt: skip
@@ -85,7 +88,8 @@ def replayed(data: Any) -> Outcome:
     inputs = inputs_of(data, net, data.draw(st.integers(1, 3)), dtype)
     step = getattr(method, "components_per_step", None) if training else None
     plain = copy.deepcopy(net.module).to(dtype).train(training)
-    what = f"{method} on {net.kind} {net.module}, {options}, {dtype}, train={training}, inputs {[tuple(x.shape) for x in inputs]}"
+    shapes = [tuple(x.shape) for x in inputs]
+    what = f"{method} on {net.kind} {net.module}, {options}, {dtype}, train={training}, inputs {shapes}"
     with torch.set_grad_enabled(data.draw(st.booleans())):
         allowed = refusal_of(lambda: plain(*inputs, **net.call))
         done, ours = attempt(lambda: sb.draw(model, *inputs, **options, **net.call), allowed, what=what)
@@ -102,9 +106,7 @@ def replayed(data: Any) -> Outcome:
     return Outcome(EQUAL, *who)
 
 
-def _same_gradient(
-    x: Tensor, ours: Any, net: networks.Net, training: bool, what: str
-) -> None:
+def _same_gradient(x: Tensor, ours: Any, net: networks.Net, training: bool, what: str) -> None:
     """The gradient of the input: that of one example's outputs is zero at all others, and finite."""
     leaves = [y for y in pytree.tree_leaves(ours) if isinstance(y, Tensor) and y.requires_grad]
     if not (x.requires_grad and x.is_leaf and leaves) or len(x) < 2 or (net.norms and training):
@@ -130,11 +132,15 @@ def _alone(
     samples = options["samples"]
     for i in range(len(inputs[0])):
         for s in range(samples):
-            place = {"first_example": options["first_example"] + i, "first_sample": options["first_sample"] + s}
+            place = {
+                "first_example": options["first_example"] + i,
+                "first_sample": options["first_sample"] + s,
+            }
             own = {**options, **place, "samples": 1}
             one = sb.draw(model, *(x[i : i + 1].detach().clone() for x in inputs), **own, **net.call)
             parts = [
-                y.unflatten(0, (components, samples))[:, s, i : i + 1] if isinstance(y, Tensor) else y for y in whole
+                y.unflatten(0, (components, samples))[:, s, i : i + 1] if isinstance(y, Tensor) else y
+                for y in whole
             ]
             same_tree(f"{what}: example {i}, sample {s} alone", pytree.tree_leaves(one), parts)
     return Outcome(EQUAL, *who)
@@ -180,7 +186,7 @@ def plain(data: Any) -> Outcome:
     reference, batch = copy.deepcopy(net.module).train(training), data.draw(st.integers(1, 3))
     model.train(training)
     inputs = inputs_of(data, net, batch, torch.float64)
-    what = f"{method} on {net.kind} {net.module}, neutral, noise={noise}, samples={samples}, seed={seed}, train={training}"
+    what = f"neutral {method} on {net.kind} {net.module}, {noise}, samples={samples}, seed={seed}, train={training}"
     gradients = data.draw(st.booleans())
     step = getattr(method, "components_per_step", None) if training else None
     draws = (step or find_record(model).components) * samples
@@ -191,7 +197,9 @@ def plain(data: Any) -> Outcome:
         except Exception as error:
             allowed = error
         done, ours = attempt(
-            lambda: sb.draw(model, *inputs, samples=samples, noise=noise, seed=seed, **net.call), allowed, what=what
+            lambda: sb.draw(model, *inputs, samples=samples, noise=noise, seed=seed, **net.call),
+            allowed,
+            what=what,
         )
     if not done:
         return Outcome(REFUSED, *who)
@@ -217,16 +225,26 @@ def split(data: Any) -> Outcome:
     cut, seed = data.draw(st.integers(1, batch - 1)), data.draw(SEEDS)
     noise = data.draw(st.sampled_from(["example", "shared", "mean"]))
     inputs = net.inputs(batch)
-    what = f"{method} on {net.kind} {net.module}, cut at {cut} of {batch}, samples={samples}, noise={noise}, seed={seed}"
+    what = f"{method} on {net.kind} {net.module}, {cut} of {batch}, samples={samples}, noise={noise}, seed={seed}"
     with torch.set_grad_enabled(data.draw(st.booleans())):
         allowed = refusal_of(lambda: copy.deepcopy(net.module)(*inputs, **net.call))
         done, whole = attempt(
-            lambda: sb.draw(model, *inputs, samples=samples, noise=noise, seed=seed, **net.call), allowed, what=what
+            lambda: sb.draw(model, *inputs, samples=samples, noise=noise, seed=seed, **net.call),
+            allowed,
+            what=what,
         )
         if not done:
             return Outcome(REFUSED, *who)
         parts = [
-            sb.draw(model, *(x[a:b] for x in inputs), samples=samples, noise=noise, seed=seed, first_example=a, **net.call)
+            sb.draw(
+                model,
+                *(x[a:b] for x in inputs),
+                samples=samples,
+                noise=noise,
+                seed=seed,
+                first_example=a,
+                **net.call,
+            )
             for a, b in ((0, cut), (cut, batch))
         ]
     joined = [

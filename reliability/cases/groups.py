@@ -33,6 +33,11 @@ GROUPS: dict[str, tuple[Case, int]] = {
 }
 
 
+def case_of(name: str) -> Case:
+    """What runs one case of a group."""
+    return GROUPS[name][0]
+
+
 def counts(cases: int) -> dict[str, int]:
     """How many cases every group has of so many; a few more together, as some groups run out of different ones.
 

@@ -18,7 +18,10 @@ from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, r
 from reliability.cases.replay import NoReference, Replay
 from slimbayes.record import find_record
 
-TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.complex128]  # fmt: skip
+TYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64,
+    torch.complex128,
+]  # fmt: skip
 
 
 def _changed(data: Any, x: Tensor) -> tuple[str, Any]:
@@ -62,7 +65,7 @@ def _changed(data: Any, x: Tensor) -> tuple[str, Any]:
 
 
 def changed(data: Any) -> Outcome:
-    """What the plain network refuses is refused; what it takes gives its outputs, draw by draw, or a documented error."""
+    """What the plain network refuses is refused; what it takes gives its outputs, or a documented error."""
     net, method = data.draw(networks.nets(statistics=True)), data.draw(methods.valid())
     done, model = converted(data, net, method)
     who = methods.label(method), net.kind
@@ -91,7 +94,9 @@ def changed(data: Any) -> Outcome:
         except Exception as error:
             allowed = error
         done, ours = attempt(
-            lambda: sb.draw(model, *inputs, samples=samples, noise=noise, seed=3, **net.call), allowed, what=what,
+            lambda: sb.draw(model, *inputs, samples=samples, noise=noise, seed=3, **net.call),
+            allowed,
+            what=what,
             misfit=form in ("no batch", "scalar", "trailing axis"),
         )
     if not done:
@@ -106,7 +111,9 @@ def changed(data: Any) -> Outcome:
     return Outcome(EQUAL, *who)
 
 
-def _equal(model: Any, net: networks.Net, inputs: list[Any], ours: Any, samples: int, noise: str, what: str) -> None:
+def _equal(
+    model: Any, net: networks.Net, inputs: list[Any], ours: Any, samples: int, noise: str, what: str
+) -> None:
     if len({len(x) for x in inputs if x.dim()}) > 1:  # an input that all rows share: compare the shapes alone
         expected = copy.deepcopy(net.module)(*inputs, **net.call)
         _shapes(ours, expected, find_record(model).components * samples, what)
@@ -119,7 +126,9 @@ def _equal(model: Any, net: networks.Net, inputs: list[Any], ours: Any, samples:
         return
     try:
         with torch.no_grad():
-            reference = Replay(net.module, model).draw(tuple(inputs), net.call, samples=samples, noise=noise, seed=3)
+            reference = Replay(net.module, model).draw(
+                tuple(inputs), net.call, samples=samples, noise=noise, seed=3
+            )
     except NoReference:
         return
     bad = any(x.is_floating_point() and not torch.isfinite(x).all() for x in inputs)
@@ -139,11 +148,20 @@ def _shapes(ours: Any, expected: Any, draws: int, what: str) -> None:
     """Every output has the plain network's shape, with the draws in front."""
     for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(expected), strict=True):
         if isinstance(b, Tensor) and a.shape != (draws, *b.shape):
-            raise Wrong(f"{what}: shape {list(a.shape)}, plain outputs are {list(b.shape)} and there are {draws} draws")
+            raise Wrong(
+                f"{what}: shape {list(a.shape)}, plain outputs are {list(b.shape)} and there are {draws} draws"
+            )
 
 
 def _lenient(
-    model: Any, net: networks.Net, inputs: list[Any], ours: Any, samples: int, noise: str, what: str, error: Exception
+    model: Any,
+    net: networks.Net,
+    inputs: list[Any],
+    ours: Any,
+    samples: int,
+    noise: str,
+    what: str,
+    error: Exception,
 ) -> None:
     """Ours took what torch refuses: right where that was a matter of types and the values are those of floats."""
     wide = [
@@ -171,6 +189,9 @@ _BAD_CALLS: dict[str, list[Any]] = {
 }
 
 
+_OF_DRAW = ("samples", "noise", "seed", "first_example", "first_sample", "shared_inputs")
+
+
 def arguments(data: Any) -> Outcome:
     """An argument of ``draw`` or ``predict`` that means nothing is named; numbers of other libraries are as good."""
     method = data.draw(methods.valid())
@@ -182,7 +203,7 @@ def arguments(data: Any) -> Outcome:
     model.eval()
     inputs = net.inputs(2)
     verb = data.draw(st.sampled_from(["draw", "predict"]))
-    names = [n for n in _BAD_CALLS if verb == "predict" or n in ("samples", "noise", "seed", "first_example", "first_sample", "shared_inputs")]  # fmt: skip
+    names = [name for name in _BAD_CALLS if verb == "predict" or name in _OF_DRAW]
     if verb == "predict":
         names.remove("first_sample")
     name = data.draw(st.sampled_from(names))
@@ -216,7 +237,9 @@ def _first(output: Any) -> Tensor:
 
 def _meant(name: str, value: Any) -> bool:
     """None is a value of these, and one example's outputs can be selected."""
-    return (value is None and name in ("seed", "shared_inputs", "chunk")) or (name == "select" and callable(value))
+    return (value is None and name in ("seed", "shared_inputs", "chunk")) or (
+        name == "select" and callable(value)
+    )
 
 
 def _silent(what: str) -> Outcome:

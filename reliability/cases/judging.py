@@ -142,5 +142,7 @@ def same_tree(
 
 def same_number(what: str, ours: Any, reference: float, tolerance: float = 1e-9) -> None:
     """``same_tensor`` for two numbers."""
-    mine = ours.detach().double() if isinstance(ours, Tensor) else torch.tensor(float(ours), dtype=torch.float64)
+    mine = (
+        ours.detach().double() if isinstance(ours, Tensor) else torch.tensor(float(ours), dtype=torch.float64)
+    )
     same_tensor(what, mine, torch.tensor(float(reference), dtype=torch.float64), tolerance, 1e-4)

@@ -30,7 +30,9 @@ def rank1(draw: Draw) -> sb.Rank1:
         prior = own[posterior](draw(st.sampled_from([0.0, 1.0, -0.5])), draw(_SCALES))
     random = "both"
     if posterior != "delta" and draw(st.booleans()):
-        random = draw(st.sampled_from(["both", factors] if factors != "both" else ["both", "input", "output"]))
+        random = draw(
+            st.sampled_from(["both", factors] if factors != "both" else ["both", "input", "output"])
+        )
     return sb.Rank1(
         components=components, posterior=posterior, prior=prior, factors=factors, random=random,
         perturbation="additive" if additive else "multiplicative",
@@ -147,7 +149,8 @@ INVALID: dict[str, dict[str, list[Any]]] = {
     },
     "EMP": {
         "components": _COUNT, "patch": [(), 3, None, (1,), ("nothing of that name",), [None]], "learn_mixing": _FLAG,
-        "prior_precision": _POSITIVE, "init_noise": [-1.0, float("nan"), float("inf"), "a", None], "own_statistics": _FLAG,
+        "prior_precision": _POSITIVE, "init_noise": [-1.0, float("nan"), float("inf"), "a", None],
+        "own_statistics": _FLAG,
     },
     "ECMP": {"components": _COUNT, "prior_precision": _POSITIVE, "init_noise": [-1.0, float("nan"), "a"]},
     "MCDropout": {"rate": _RATE, "granularity": _CHOICE},
@@ -159,7 +162,7 @@ INVALID: dict[str, dict[str, list[Any]]] = {
     "HalfCauchy": {"loc": ["a", None], "scale": _POSITIVE},
     "Categorical": {"class_axis": [0, "a", 1.5, None], "temperature": _POSITIVE, "ignore_index": ["a", 1.5]},
     "Bernoulli": {"temperature": [*_POSITIVE, None]},
-    "Gaussian": {"precision": [0.0, -1.0, float("nan"), float("inf"), "a", [1.0]], "learn": _CHOICE, "outputs": [0, 2, -1]},
+    "Gaussian": {"precision": [*_POSITIVE, "a"], "learn": _CHOICE, "outputs": [0, 2, -1]},
     "LinearAnnealing": {"steps": [0, -1, "a", None, float("nan")], "start": [-1, 10, 2.5, True, "a"]},
     "StepAnnealing": {"coefficient": [0.0, -1.0, float("nan"), "a", None], "every": [0, -1, "a", None]},
 }  # fmt: skip

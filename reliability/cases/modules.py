@@ -70,10 +70,22 @@ class Attended(nn.Module):
     """One attention layer; ``form``: "self", "memory" (key is value) or "three"."""
 
     def __init__(
-        self, attention: nn.MultiheadAttention, form: str, table: Tensor | None, causal: bool, padding: str, weights: bool
+        self,
+        attention: nn.MultiheadAttention,
+        form: str,
+        table: Tensor | None,
+        causal: bool,
+        padding: str,
+        weights: bool,
     ) -> None:
         super().__init__()
-        self.attention, self.form, self.causal, self.padding, self.weights = attention, form, causal, padding, weights
+        self.attention, self.form, self.causal, self.padding, self.weights = (
+            attention,
+            form,
+            causal,
+            padding,
+            weights,
+        )
         self.register_buffer("table", table)
 
     def forward(self, query: Tensor, *rest: Tensor) -> Any:
@@ -91,7 +103,11 @@ class Attended(nn.Module):
             given.append(given[-1])
         table = self.table
         y, weights = self.attention(
-            *given, key_padding_mask=padding, attn_mask=table, is_causal=self.causal, need_weights=self.weights
+            *given,
+            key_padding_mask=padding,
+            attn_mask=table,
+            is_causal=self.causal,
+            need_weights=self.weights,
         )
         y = y if self.attention.batch_first else y.transpose(0, 1)
         return (y, weights) if self.weights else y
@@ -103,7 +119,9 @@ class Block(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(size)
-        self.convs = nn.ModuleDict({"a": nn.Conv2d(size, size, 3, padding=1, bias=False), "b": nn.Conv2d(size, size, 1)})
+        self.convs = nn.ModuleDict(
+            {"a": nn.Conv2d(size, size, 3, padding=1, bias=False), "b": nn.Conv2d(size, size, 1)}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W]."""
@@ -185,7 +203,13 @@ def _net(kind: str, module: nn.Module, *shapes: tuple[int, ...], **options: Any)
 
 
 def _mlp(a: int, b: int, c: int) -> Net:
-    layers = nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh(), nn.Sequential(nn.Linear(b, b), nn.Tanh()), nn.Linear(b, c))
+    layers = nn.Sequential(
+        nn.Linear(a, b),
+        nn.LayerNorm(b),
+        nn.Tanh(),
+        nn.Sequential(nn.Linear(b, b), nn.Tanh()),
+        nn.Linear(b, c),
+    )
     return _net("network: mlp", layers, (a,))
 
 
@@ -195,7 +219,9 @@ def _normed(a: int, b: int, c: int) -> Net:
 
 
 def _images(a: int, b: int, c: int) -> Net:
-    body = nn.Sequential(nn.Conv2d(a, b, 3, padding=1), Block(b), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(b, c))
+    body = nn.Sequential(
+        nn.Conv2d(a, b, 3, padding=1), Block(b), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(b, c)
+    )
     return _net("network: images", body, (a, 4, 3), norms=True)
 
 

@@ -64,9 +64,7 @@ def convolution(draw: Draw) -> Net:
     mode = draw(st.sampled_from(["zeros", "zeros", "circular", "replicate", "reflect"]))
     dilation = draw(st.integers(1, 2))
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    made = getattr(nn, f"Conv{dims}d")(
-        a, b, kernel, **options, padding_mode=mode, bias=draw(st.booleans())
-    )
+    made = getattr(nn, f"Conv{dims}d")(a, b, kernel, **options, padding_mode=mode, bias=draw(st.booleans()))
     least = dilation * (kernel - 1) + 1
     return Net(f"Conv{dims}d", made, ((a, *_sizes(draw, dims, max(least, 2), least + 2)),))
 
@@ -117,7 +115,9 @@ def norm(draw: Draw) -> Net:
     if kind == "Group":
         groups = draw(st.sampled_from([1, 2]))
         extra = tuple(_sizes(draw, draw(st.integers(0, 2)), 1, 3))
-        return Net("GroupNorm", nn.GroupNorm(groups, groups * size, affine=affine), ((groups * size, *extra),))
+        return Net(
+            "GroupNorm", nn.GroupNorm(groups, groups * size, affine=affine), ((groups * size, *extra),)
+        )
     axes = draw(st.sampled_from([(size,), (size,), (2, size)]))
     shape = (*draw(st.sampled_from([(), (3,)])), *axes)
     if kind == "RMS":
@@ -138,9 +138,7 @@ def embedding(draw: Draw) -> Net:
         made = nn.Embedding(ENTRIES, size, padding_idx=padding, scale_grad_by_freq=often)
         return Net("Embedding", made, (shape,), index=True)
     mode = draw(st.sampled_from(["mean", "sum", "max", "weighted"]))
-    bag = nn.EmbeddingBag(
-        ENTRIES, size, mode="sum" if mode == "weighted" else mode, padding_idx=padding
-    )
+    bag = nn.EmbeddingBag(ENTRIES, size, mode="sum" if mode == "weighted" else mode, padding_idx=padding)
     if mode == "weighted":
         return Net("EmbeddingBag", own.Weighted(bag), ((3,), (3,)), index=True)
     return Net("EmbeddingBag", bag, ((3,),), index=True)
@@ -192,7 +190,11 @@ def attention(draw: Draw) -> Net:
     options: dict[str, Any] = {}
     if form == "three" and draw(st.booleans()):
         options = {"kdim": draw(st.integers(1, 3)), "vdim": draw(st.integers(1, 3))}
-    options |= {"bias": draw(st.booleans()), "add_bias_kv": draw(st.booleans()), "add_zero_attn": draw(st.booleans())}
+    options |= {
+        "bias": draw(st.booleans()),
+        "add_bias_kv": draw(st.booleans()),
+        "add_zero_attn": draw(st.booleans()),
+    }
     made = nn.MultiheadAttention(size, heads, batch_first=first, **options)
     targets, keys = _sizes(draw, 2, 1, 3)
     if form == "self":

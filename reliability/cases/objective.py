@@ -60,7 +60,11 @@ def _fan_in(layer: Any) -> int:
 
 
 def _normal_kl(posterior: Any, mean: Tensor, prior: Any, tied: bool, fan_in: int | None) -> float:
-    loc, scale = (0.0, 1.0 if fan_in is None else math.sqrt(2 / fan_in)) if isinstance(prior, sb.HeNormal) else (prior.loc, prior.scale)
+    loc, scale = (
+        (0.0, 1.0 if fan_in is None else math.sqrt(2 / fan_in))
+        if isinstance(prior, sb.HeNormal)
+        else (prior.loc, prior.scale)
+    )
     wide = mean.detach().double()
     prior_loc, prior_scale = _pair(loc, scale)
     p = td.Normal(wide if tied else prior_loc, prior_scale)
@@ -74,7 +78,11 @@ def reference_kl(model: nn.Module, method: Any) -> float:
     for _, layer in converted_layers(model):
         rule: Any = layer.bayes
         if isinstance(rule, Rank1Rule):
-            total += sum(_factor_kl(f, getattr(method, "kl_reduction", "sum")) for f in (rule.r, rule.s) if f is not None)
+            total += sum(
+                _factor_kl(f, getattr(method, "kl_reduction", "sum"))
+                for f in (rule.r, rule.s)
+                if f is not None
+            )
         if isinstance(rule, SampledRule) and rule.prior is not None:
             pairs = ((rule.weight, layer.weight, _fan_in(layer)), (rule.bias, layer.bias, None))
             for posterior, mean, fan_in in pairs:
@@ -85,7 +93,11 @@ def reference_kl(model: nn.Module, method: Any) -> float:
             tau = method.prior_precision
             logits = rule.mixing.logits
             count = method.components
-            p = torch.full((count,), 1 / count, dtype=torch.float64) if logits is None else logits.detach().double().softmax(0)
+            p = (
+                torch.full((count,), 1 / count, dtype=torch.float64)
+                if logits is None
+                else logits.detach().double().softmax(0)
+            )
             law = float((p * (p * count).log()).sum())
             if not rule.per_element and id(rule.mixing) not in seen:
                 seen.add(id(rule.mixing))
@@ -115,7 +127,9 @@ def kl(data: Any) -> Outcome:
         return Outcome(REFUSED, *who)
     what = f"KL of {method} on {net.kind}"
     if data.draw(st.booleans()):
-        sb.draw(model, *net.inputs(2), samples=2, **net.call) if not net.norms else None  # leaves a part of the KL
+        sb.draw(
+            model, *net.inputs(2), samples=2, **net.call
+        ) if not net.norms else None  # leaves a part of the KL
     found = sb.kl(model)
     if found.shape != ():
         raise Wrong(f"{what} has shape {list(found.shape)}")
@@ -156,7 +170,12 @@ def likelihoods(data: Any) -> tuple[str, Any, Tensor, Tensor]:
     shape = data.draw(st.sampled_from([(), (1,), (c,), (2, c)]))
     if kind == "Bernoulli":
         likelihood = sb.Bernoulli(temperature=data.draw(st.sampled_from([1.0, 2.0])))
-        return kind, likelihood, torch.randn(d, b, *shape).double() * scale, torch.rand(b, *shape).double().round()
+        return (
+            kind,
+            likelihood,
+            torch.randn(d, b, *shape).double() * scale,
+            torch.rand(b, *shape).double().round(),
+        )
     learn = data.draw(st.sampled_from(["fixed", "global", "per_example"]))
     if learn == "per_example":
         shape = shape or (1,)
@@ -169,7 +188,20 @@ def likelihoods(data: Any) -> tuple[str, Any, Tensor, Tensor]:
     return kind, likelihood, torch.randn(d, b, *shape).double() * scale, torch.randn(b, *shape).double()
 
 
-_BAD_TARGETS = ["out of range", "negative", "float", "shape", "extra", "fewer", "nan", "bool", "list", "complex", "none", "empty"]
+_BAD_TARGETS = [
+    "out of range",
+    "negative",
+    "float",
+    "shape",
+    "extra",
+    "fewer",
+    "nan",
+    "bool",
+    "list",
+    "complex",
+    "none",
+    "empty",
+]
 
 
 def _spoiled(form: str, y: Tensor, classes: int) -> Any:
@@ -195,10 +227,13 @@ def elbo(data: Any) -> Outcome:
     spoiled = data.draw(st.sampled_from([*[""] * 24, *_BAD_TARGETS]))
     given: Any = _spoiled(spoiled, targets, draws.shape[-1]) if spoiled else targets
     num_data = data.draw(st.sampled_from([100, 4, 10**9]))
-    what = f"elbo({kind} {likelihood}, draws {list(draws.shape)}, targets {spoiled} {getattr(given, 'shape', given)}, {reduction})"
+    shape = getattr(given, "shape", given)
+    what = f"elbo({likelihood}, draws {list(draws.shape)}, targets {spoiled} {shape}, {reduction})"
     who = methods.label(method), kind
     done, found = attempt(
-        lambda: sb.elbo(draws, given, model, num_data, likelihood, reduction, weight), tokens=("target", "num_data"), what=what
+        lambda: sb.elbo(draws, given, model, num_data, likelihood, reduction, weight),
+        tokens=("target", "num_data"),
+        what=what,
     )
     if not done:
         return Outcome(REFUSED, *who)
@@ -236,7 +271,9 @@ def _harmless(form: str, kind: str, given: Any, targets: Tensor, draws: Tensor) 
     if kind == "Gaussian":
         return form in ("out of range", "negative", "float") and not given.is_complex()
     if kind == "Categorical":  # what is ignored may be shifted into the range by no change here
-        return given.dtype is torch.long and bool(((given >= 0) & (given < draws.shape[-1]) | (given == -100)).all())
+        return given.dtype is torch.long and bool(
+            ((given >= 0) & (given < draws.shape[-1]) | (given == -100)).all()
+        )
     return form in ("bool",)
 
 
@@ -250,10 +287,14 @@ def groups(data: Any) -> Outcome:
     values = [data.draw(st.sampled_from([0.1, 0.0, 1])) for _ in range(3)]
     norms = data.draw(st.sampled_from([True, False, True, False, "yes"]))
     if data.draw(st.sampled_from([False, False, True])):
-        values[data.draw(st.integers(0, 2))] = data.draw(st.sampled_from([-1.0, float("nan"), "a", None, True]))
+        values[data.draw(st.integers(0, 2))] = data.draw(
+            st.sampled_from([-1.0, float("nan"), "a", None, True])
+        )
     what = f"parameter_groups({values}, decay_norms={norms!r}) of {method} on {net.kind}"
     tokens = ("lr", "weight_decay", "factor_lr_multiplier", "decay_norms")
-    done, found = attempt(lambda: sb.parameter_groups(model, *values, decay_norms=norms), tokens=tokens, what=what)
+    done, found = attempt(
+        lambda: sb.parameter_groups(model, *values, decay_norms=norms), tokens=tokens, what=what
+    )
     bad = norms == "yes" or any(isinstance(v, str | bool) or v is None or not v >= 0 for v in values)
     if not done:
         if not bad:
@@ -267,9 +308,19 @@ def groups(data: Any) -> Outcome:
         rule = layer.bayes
         (factors if isinstance(rule, Rank1Rule) else plain).update(id(p) for p in rule.parameters())
         if isinstance(rule, SampledRule) and rule.prior is not None:
-            plain |= {id(t) for q, t in ((rule.weight, layer.weight), (rule.bias, layer.bias)) if q is not None and t is not None}
+            plain |= {
+                id(t)
+                for q, t in ((rule.weight, layer.weight), (rule.bias, layer.bias))
+                if q is not None and t is not None
+            }
     if not norms:
-        plain |= {id(p) for m in model.modules() if "Norm" in type(m).__name__ for p in m._parameters.values() if p is not None}
+        plain |= {
+            id(p)
+            for m in model.modules()
+            if "Norm" in type(m).__name__
+            for p in m._parameters.values()
+            if p is not None
+        }
     seen = {}
     for group in found:
         for p in group["params"]:

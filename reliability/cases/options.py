@@ -28,7 +28,9 @@ def values(data: Any) -> Outcome:
     options = {**methods.NEEDED.get(kind, {}), name: value}
     done, made = attempt(lambda: getattr(sb, kind)(**options), tokens=(name, repr(value)), what=what)
     if done and isinstance(made, sb.Rank1 | sb.EMP):
-        done, _ = attempt(lambda: sb.bayesianize(nn.Linear(2, 2), made), tokens=(name, repr(value)), what=what)
+        done, _ = attempt(
+            lambda: sb.bayesianize(nn.Linear(2, 2), made), tokens=(name, repr(value)), what=what
+        )
     if done:
         raise Wrong(f"{what}: accepted without a word, as {made!r}")
     return Outcome(REFUSED, kind)
@@ -59,7 +61,9 @@ def foreign(data: Any) -> Outcome:
     for method in (made, same):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 2))
-        done, model = attempt(lambda m=method, n=net: sb.bayesianize(n, m), tokens=(name, repr(value)), what=what)
+        done, model = attempt(
+            lambda m=method, n=net: sb.bayesianize(n, m), tokens=(name, repr(value)), what=what
+        )
         if not done:
             return Outcome(REFUSED, kind)
         found.append((sb.draw(model, torch.ones(2, 2), seed=1), sb.kl(model)))
@@ -95,8 +99,12 @@ def _selected(selection: Any, name: str, module: nn.Module) -> bool:
 def selections(data: Any) -> Outcome:
     """``include``, ``exclude`` and rules convert exactly what they name, or say why not."""
     net = data.draw(networks.nets(("network", "linear")))
-    method = data.draw(methods.valid().filter(lambda m: not isinstance(m, sb.DeepEnsemble | sb.Deterministic)))
-    second = data.draw(methods.valid().filter(lambda m: not isinstance(m, sb.DeepEnsemble | sb.Deterministic)))
+    method = data.draw(
+        methods.valid().filter(lambda m: not isinstance(m, sb.DeepEnsemble | sb.Deterministic))
+    )
+    second = data.draw(
+        methods.valid().filter(lambda m: not isinstance(m, sb.DeepEnsemble | sb.Deterministic))
+    )
     include, other = (data.draw(st.sampled_from([None, *SELECTORS])) for _ in range(2))
     exclude = data.draw(st.sampled_from([None, None, None, "2|head|output", nn.LayerNorm, nn.Dropout, "1"]))
     rules = data.draw(st.sampled_from([False, False, True]))
@@ -117,7 +125,9 @@ def selections(data: Any) -> Outcome:
         run = lambda: sb.bayesianize(model, method, include=include, exclude=exclude)  # noqa: E731
     who = methods.label(method), net.kind
     before = {name: type(m) for name, m in model.named_modules()}
-    allowed = ZeroDivisionError() if any(_raises(s) for s in (include, exclude, other if rules else None)) else None
+    allowed = (
+        ZeroDivisionError() if any(_raises(s) for s in (include, exclude, other if rules else None)) else None
+    )
     done, _ = attempt(run, allowed, what=what)
     if not done:
         if {name: type(m) for name, m in model.named_modules()} != before:
@@ -128,7 +138,11 @@ def selections(data: Any) -> Outcome:
         if converted_class(module) is None or name.endswith("out_proj"):
             continue
         for number, (selection, own) in enumerate([(include, method), (other, second)][: 2 if rules else 1]):
-            hit = _default(own, name, module, net.module) if selection is None else _selected(selection, name, module)
+            hit = (
+                _default(own, name, module, net.module)
+                if selection is None
+                else _selected(selection, name, module)
+            )
             if hit and not (exclude is not None and _selected(exclude, name, module)):
                 expected[name] = number
                 break
@@ -137,7 +151,7 @@ def selections(data: Any) -> Outcome:
     if found != set(expected) and not (tied and found > set(expected)):
         raise Wrong(f"{what}: converted {sorted(found)}, the selections say {sorted(expected)}")
     inputs = net.inputs(2)
-    done, draws = attempt(lambda: sb.draw(model, *inputs, seed=0), what=what)
+    done, _ = attempt(lambda: sb.draw(model, *inputs, seed=0), what=what)
     if not done:
         return Outcome(REFUSED, *who)
     return Outcome(EQUAL, *who)

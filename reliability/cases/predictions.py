@@ -72,10 +72,18 @@ def moments(data: Any) -> Outcome:
         b = draws.shape[1]
         if keep:
             y = targets.numpy()
-            table = np.array([[_log_prob(kind, d[j], y[j], likelihood) for j in range(b)] for d in draws.numpy()])
+            table = np.array(
+                [[_log_prob(kind, d[j], y[j], likelihood) for j in range(b)] for d in draws.numpy()]
+            )
             expected = np.log(np.mean(np.exp(table - table.max(0)), 0)) + table.max(0)
-            same_tensor(f"{what}: log_prob", predictive.log_prob(targets), torch.as_tensor(expected), 1e-8, 1e-3)
-            halves = [likelihood.predictive(draws[:, :1]), likelihood.predictive(draws[:, 1:])] if b > 1 else [predictive]
+            same_tensor(
+                f"{what}: log_prob", predictive.log_prob(targets), torch.as_tensor(expected), 1e-8, 1e-3
+            )
+            halves = (
+                [likelihood.predictive(draws[:, :1]), likelihood.predictive(draws[:, 1:])]
+                if b > 1
+                else [predictive]
+            )
             joined = sb.Predictive.cat(halves)
             same_tensor(f"{what}: cat", joined.variance, predictive.variance, 1e-10, 1e-6)
             same_tensor(f"{what}: rows", predictive[:1].mean, predictive.mean[:1], 0.0)
@@ -100,8 +108,10 @@ def _interval(kind: str, likelihood: Any, draws: Tensor, predictive: Any, what: 
 
 def _spoiled_draws(form: str, kind: str, likelihood: Any, draws: Tensor, what: str) -> Outcome:
     changes: dict[str, Any] = {
-        "nan": lambda: likelihood.predictive(draws * float("nan")), "integer": lambda: likelihood.predictive(draws.long()),
-        "no batch": lambda: likelihood.predictive(draws.flatten()), "empty draws": lambda: likelihood.predictive(draws[:0]),
+        "nan": lambda: likelihood.predictive(draws * float("nan")),
+        "integer": lambda: likelihood.predictive(draws.long()),
+        "no batch": lambda: likelihood.predictive(draws.flatten()),
+        "empty draws": lambda: likelihood.predictive(draws[:0]),
         "level": lambda: likelihood.predictive(draws).interval(1.5),
     }  # fmt: skip
     done, _ = attempt(changes[form], what=f"{what}, {form}")
@@ -116,7 +126,9 @@ def predict(data: Any) -> Outcome:
     kind = data.draw(st.sampled_from(["Categorical", "Bernoulli", "Gaussian"]))
     outputs = data.draw(st.integers(2, 3))
     torch.manual_seed(data.draw(st.integers(0, 999)))
-    model = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, outputs)).double(), method)
+    model = sb.bayesianize(
+        nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, outputs)).double(), method
+    )
     likelihood = getattr(sb, kind)()
     batch, samples = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     noise, seed = data.draw(st.sampled_from(["example", "shared", "mean"])), data.draw(st.integers(0, 5))
@@ -125,7 +137,9 @@ def predict(data: Any) -> Outcome:
     mode = model.training
     x = torch.randn(batch, 3).double()
     what = f"predict of {method}, {kind}, batch={batch}, samples={samples}, noise={noise}, chunk={chunk}, keep={keep}"
-    found = sb.predict(model, x, samples=samples, noise=noise, seed=seed, likelihood=likelihood, chunk=chunk, keep_draws=keep)
+    found = sb.predict(
+        model, x, samples=samples, noise=noise, seed=seed, likelihood=likelihood, chunk=chunk, keep_draws=keep
+    )
     if model.training != mode:
         raise Wrong(f"{what}: the model's mode has changed")
     model.eval()
@@ -144,7 +158,9 @@ def predict(data: Any) -> Outcome:
         p = brute(kind, likelihood, draws.numpy())["mean"]
         nll = -np.mean(np.log([p[i, int(y[i])] for i in range(batch)]))
         same_number(f"{what}: evaluate's nll", scores["nll"], nll, 1e-7)
-        same_number(f"{what}: evaluate's accuracy", scores["accuracy"], np.mean(p.argmax(-1) == y.numpy()), 1e-9)
+        same_number(
+            f"{what}: evaluate's accuracy", scores["accuracy"], np.mean(p.argmax(-1) == y.numpy()), 1e-9
+        )
     return Outcome(EQUAL, methods.label(method), kind)
 
 
@@ -155,21 +171,37 @@ def deciding(data: Any) -> Outcome:
     p = rng.gamma(0.5, size=(n, c)) + 1e-3
     p /= p.sum(-1, keepdims=True)
     y = rng.integers(c, size=n)
-    which = data.draw(st.sampled_from(["lac", "intervals", "coverage", "costs", "entropy", "margin", "quantile", "temperature", "stack"]))
-    alpha = data.draw(st.sampled_from([0.1, 0.5, 0.9, 0.25, 0.3, 0.6, 0.4, 0.0, 1.0, -1.0, float("nan"), "a", None]))
+    which = data.draw(
+        st.sampled_from(
+            ["lac", "intervals", "coverage", "costs", "entropy", "margin", "quantile", "temperature", "stack"]
+        )
+    )
+    alpha = data.draw(
+        st.sampled_from([0.1, 0.5, 0.9, 0.25, 0.3, 0.6, 0.4, 0.0, 1.0, -1.0, float("nan"), "a", None])
+    )
     what = f"decisions {which}, n={n}, c={c}, alpha={alpha!r}"
     labels = torch.as_tensor(y)
+    table = p[:c].T if n >= c else np.eye(c)
     runs: dict[str, tuple[Any, Any]] = {
-        "lac": (lambda: decisions.ConformalSets("lac", alpha, allow_empty=True).fit(p, labels)(p).double(), lambda: _lac(p, y, alpha)),
+        "lac": (
+            lambda: decisions.ConformalSets("lac", alpha, allow_empty=True).fit(p, labels)(p).double(),
+            lambda: _lac(p, y, alpha),
+        ),
         "intervals": (
             lambda: decisions.ConformalIntervals("absolute", alpha).fit(p[:, 0], p[:, 1])(p[:, 0])[1],
             lambda: p[:, 0] + _quantile(np.abs(p[:, 0] - p[:, 1]), alpha),
         ),
         "quantile": (lambda: decisions.conformal_quantile(p[:, 0], alpha), lambda: _quantile(p[:, 0], alpha)),
         "coverage": (lambda: decisions.Abstention.for_coverage(p, alpha)(p).double(), lambda: _kept(p, alpha)),
-        "costs": (lambda: decisions.least_cost(p, p[:c].T if n >= c else np.eye(c), alpha).cost, lambda: np.minimum((p @ (p[:c].T if n >= c else np.eye(c))).min(-1), np.inf if alpha is None else alpha)),
+        "costs": (
+            lambda: decisions.least_cost(p, table, alpha).cost,
+            lambda: np.minimum((p @ table).min(-1), np.inf if alpha is None else alpha),
+        ),
         "entropy": (lambda: decisions.uncertainty(p, "entropy"), lambda: -_xlogx(p).sum(-1)),
-        "margin": (lambda: decisions.uncertainty(p, "margin"), lambda: 1 - (np.sort(p, -1)[:, -1] - np.sort(p, -1)[:, -2])),
+        "margin": (
+            lambda: decisions.uncertainty(p, "margin"),
+            lambda: 1 - (np.sort(p, -1)[:, -1] - np.sort(p, -1)[:, -2]),
+        ),
         "temperature": (lambda: _fitted(p, labels), lambda: np.zeros(())),
         "stack": (lambda: _stacked(p, rng), lambda: np.zeros(())),
     }  # fmt: skip
@@ -223,5 +255,7 @@ def _stacked(p: np.ndarray, rng: Any) -> Tensor:
     log_p = torch.as_tensor(np.log(p)).T
     w = sb.stack(log_p)
     score = float((w.double() @ log_p.exp()).log().mean())
-    others = [float((torch.as_tensor(rng.dirichlet(np.ones(len(w)))) @ log_p.exp()).log().mean()) for _ in range(10)]
+    others = [
+        float((torch.as_tensor(rng.dirichlet(np.ones(len(w)))) @ log_p.exp()).log().mean()) for _ in range(10)
+    ]
     return torch.tensor(max(0.0, max(others) - score - 1e-5))

@@ -1,8 +1,8 @@
 """The slow reference of a draw: every draw and every example by itself, in torch's own layers.
 
-With a seed the noise of a layer is a function of (seed, name, component, sample, example). Here it is made again, turned
-into the weight that this one example meets in this one draw by the formula of the method, and put into a plain copy of
-the network, in float64. What is no weight (masks, factors that are added, noise on outputs) enters by hooks.
+With a seed the noise of a layer is a function of (seed, name, component, sample, example). Here it is made again,
+turned into the weight that this one example meets in this one draw by the formula of the method, and put into a plain
+copy of the network, in float64. What is no weight (masks, factors that are added, noise on outputs) enters by hooks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Place:
     example: int
     calls: dict[str, int] = field(default_factory=dict)
 
-    def of(self, kind: str, source: str, shape: tuple[int, ...], dtype: torch.dtype, per_example: bool) -> Tensor:
+    def of(
+        self, kind: str, source: str, shape: tuple[int, ...], dtype: torch.dtype, per_example: bool
+    ) -> Tensor:
         """Standard noise for this place, float64."""
         examples = torch.tensor([self.example]) if per_example else None
         stream = self.calls.get(source, 0)
@@ -77,7 +79,9 @@ def factor_value(factor: Factor, rule: Rank1Rule, which: str, place: Place) -> T
         return loc.exp() if isinstance(spread, LogNormalPosterior) else loc
     scale = softplus(spread.rho)[place.component]
     kind = "cauchy" if isinstance(spread, CauchyPosterior | HalfCauchyPosterior) else "normal"
-    epsilon = place.of(kind, f"{rule.name}.{which}", tuple(loc.shape), factor.loc.dtype, place.noise == "example")
+    epsilon = place.of(
+        kind, f"{rule.name}.{which}", tuple(loc.shape), factor.loc.dtype, place.noise == "example"
+    )
     if isinstance(spread, HalfCauchyPosterior):
         epsilon = epsilon.abs()
     value = loc + scale * epsilon
@@ -120,7 +124,9 @@ def sampled_value(posterior: Any, mean: Tensor, source: str, place: Place) -> Te
     if isinstance(posterior, BernoulliPosterior):
         u = place.of("uniform", source, tuple(mean.shape), mean.dtype, False)
         return wide * (u >= posterior.rate) / (1.0 - posterior.rate)
-    return wide + deviation(posterior, mean) * place.of("normal", source, tuple(mean.shape), mean.dtype, False)
+    return wide + deviation(posterior, mean) * place.of(
+        "normal", source, tuple(mean.shape), mean.dtype, False
+    )
 
 
 def signs(rule: SampledRule, layer: Any, place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -138,7 +144,11 @@ def chosen(rule: IndexedRule, points: Tensor, source: str, place: Place) -> Tens
     wide = points.detach().double()
     count = len(points)
     logits = rule.mixing.logits
-    p = torch.full((count,), 1 / count, dtype=torch.float64) if logits is None else logits.detach().double().softmax(0)
+    p = (
+        torch.full((count,), 1 / count, dtype=torch.float64)
+        if logits is None
+        else logits.detach().double().softmax(0)
+    )
     if place.noise == "mean":
         return torch.einsum("k,k...->...", p, wide)
     shape = tuple(points.shape[1:]) if rule.per_element else ()
@@ -164,7 +174,9 @@ def tensors(layer: Any, place: Place) -> tuple[Tensor, Tensor | None]:
             return one, own
         ones = torch.ones(max(one.shape) * max(one.shape) + 64).double()
         inputs = sum(slot.size for slot in layer.input_slots)
-        return outer(layer, one, ones[: layer.output_size] if r is None else r, ones[:inputs] if s is None else s), own
+        return outer(
+            layer, one, ones[: layer.output_size] if r is None else r, ones[:inputs] if s is None else s
+        ), own
     if isinstance(rule, IndexedRule):
         own = None if bias is None else chosen(rule, bias, rule.bias_source, place)
         return chosen(rule, weight, rule.weight_source, place), own
@@ -248,7 +260,9 @@ class Replay:
         if place.noise == "mean" or rate == 0:
             return x
         shape = tuple(x.shape) if axis is None else (x.shape[axis],)
-        u = place.of("uniform", source, shape, torch.promote_types(self.dtype, torch.float32), place.noise == "example")
+        u = place.of(
+            "uniform", source, shape, torch.promote_types(self.dtype, torch.float32), place.noise == "example"
+        )
         place.calls[source] = place.calls.get(source, 0) + 1
         mask = (u >= rate).double() / (1 - rate)
         return x * (mask if axis is None else along(mask, axis, x))
@@ -327,7 +341,9 @@ class Replay:
             saved = state[name]
             tensor.data.copy_(saved[k] if saved.dim() > tensor.dim() else saved)
 
-    def places(self, samples: int, batch: int, noise: str, seed: int, start: int, first: int, ids: list[int]) -> Iterator[Place]:
+    def places(
+        self, samples: int, batch: int, noise: str, seed: int, start: int, first: int, ids: list[int]
+    ) -> Iterator[Place]:
         """Component-major, examples innermost."""
         for k in ids:
             for s in range(samples):
@@ -368,5 +384,3 @@ def along(vector: Tensor, axis: int, like: Tensor) -> Tensor:
     shape = [1] * like.dim()
     shape[axis] = -1
     return vector.reshape(shape)
-
-

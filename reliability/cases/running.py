@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import io
+import multiprocessing
 import sys
 import time
 import traceback
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -96,22 +99,52 @@ def _block(case: Case, count: int, seed: int, shrink: bool) -> tuple[list[Outcom
     return found, ""
 
 
-def run_group(
-    name: str, case: Case, cases: int, seed: int = 0, tally: Tally | None = None, shrink: bool = False
-) -> Tally:
-    """So many cases of a group; a failure is kept with what reproduces it, and ends its block alone."""
-    tally = Tally() if tally is None else tally
-    start = time.perf_counter()
-    for block, first in enumerate(range(0, cases, BLOCK)):
-        found, report = _block(case, min(BLOCK, cases - first), seed * 1_000_003 + block, shrink)
+Job = tuple[str, int, int, bool]  # group, cases, seed, whether to shrink
+
+
+def jobs_of(name: str, cases: int, seed: int, shrink: bool) -> list[Job]:
+    """The blocks of a group."""
+    starts = enumerate(range(0, cases, BLOCK))
+    return [(name, min(BLOCK, cases - first), seed * 1_000_003 + block, shrink) for block, first in starts]
+
+
+def run_jobs(jobs: list[Job], find: Callable[[str], Case], processes: int = 1) -> dict[str, Tally]:
+    """All blocks, in so many processes; a failure is kept with what reproduces it, and ends its block alone."""
+    tallies: dict[str, Tally] = {name: Tally() for name, *_ in jobs}
+    done = 0
+    if processes == 1:
+        results: Any = (_job(find, job) for job in jobs)
+        pool = None
+    else:
+        pool = multiprocessing.get_context("spawn").Pool(processes)
+        results = pool.imap(functools.partial(_job, find), jobs)
+    for (name, count, seed, _), (found, report, seconds) in zip(jobs, results, strict=True):
+        tally = tallies[name]
+        tally.seconds += seconds
         for outcome in found:
             tally.add(outcome)
         if report:
             tally.wrong += 1
-            tally.failures.append(f"{name}, seed {seed}, block {block}: {report}")
+            tally.failures.append(f"{name}, seed {seed}, {count} cases: {report}")
             print(f"\nWRONG {tally.failures[-1]}", file=sys.stderr, flush=True)
-        done = min(first + BLOCK, cases)
-        print(f"\r{name}: {done}/{cases}, {tally.wrong} wrong", end="", file=sys.stderr, flush=True)
-    tally.seconds += time.perf_counter() - start
+        done += count
+        wrong = sum(each.wrong for each in tallies.values())
+        print(f"\r{done} cases, {wrong} wrong, {name}   ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    return tally
+    if pool is not None:
+        pool.close()
+        pool.join()
+    return tallies
+
+
+def _job(find: Callable[[str], Case], job: Job) -> tuple[list[Outcome], str, float]:
+    name, count, seed, shrink = job
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    found, report = _block(find(name), count, seed, shrink)
+    return found, report, time.perf_counter() - start
+
+
+def run_group(name: str, case: Case, cases: int, seed: int = 0, shrink: bool = False) -> Tally:
+    """So many cases of one group, in this process."""
+    return run_jobs(jobs_of(name, cases, seed, shrink), lambda _: case)[name]

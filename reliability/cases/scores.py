@@ -13,8 +13,22 @@ from sklearn import metrics as sk
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, same_number
 from slimbayes import metrics
 
-FORMS = [*[""] * 18, "logits", "shape", "labels", "float labels", "nan", "empty", "integers", "one class", "fewer"]
-_CLASS = ["nll", "gibbs_nll", "accuracy", "top_k_accuracy", "ece", "mce", "adaptive_ece", "brier", "aurc", "selective_risk", "disagreement", "pairwise_kl", "pairwise_cosine"]  # fmt: skip
+FORMS = [
+    *[""] * 18,
+    "logits",
+    "shape",
+    "labels",
+    "float labels",
+    "nan",
+    "empty",
+    "integers",
+    "one class",
+    "fewer",
+]
+_CLASS = [
+    "nll", "gibbs_nll", "accuracy", "top_k_accuracy", "ece", "mce", "adaptive_ece", "brier", "aurc", "selective_risk",
+    "disagreement", "pairwise_kl", "pairwise_cosine",
+]  # fmt: skip
 _REAL = ["rmse", "mae", "coverage", "interval_width", "crps", "gradient_snr", "auroc", "auc_pr", "ood_scores"]
 
 
@@ -59,14 +73,26 @@ def _expected(name: str, p: np.ndarray, y: np.ndarray, bins: int, k: int, cover:
     """A metric of probabilities (or draws) by a loop."""
     n = p.shape[-2]
     if name == "gibbs_nll":
-        return float(np.mean([[-np.log(d[i, y[i]]) if d[i, y[i]] > 0 else np.inf for i in range(n)] for d in p]))
+        return float(
+            np.mean([[-np.log(d[i, y[i]]) if d[i, y[i]] > 0 else np.inf for i in range(n)] for d in p])
+        )
     if name == "disagreement":
         return _pairs(p, lambda a, b: float(np.mean(a.argmax(-1) != b.argmax(-1))))
     if name == "pairwise_kl":
         tiny = np.finfo(np.float64).tiny
-        return _pairs(p, lambda a, b: float(np.mean(np.sum(a * (np.log(np.maximum(a, tiny)) - np.log(np.maximum(b, tiny))), -1))))
+        return _pairs(
+            p,
+            lambda a, b: float(
+                np.mean(np.sum(a * (np.log(np.maximum(a, tiny)) - np.log(np.maximum(b, tiny))), -1))
+            ),
+        )
     if name == "pairwise_cosine":
-        return _pairs(p, lambda a, b: float(np.mean(np.sum(a * b, -1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)))))
+        return _pairs(
+            p,
+            lambda a, b: float(
+                np.mean(np.sum(a * b, -1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)))
+            ),
+        )
     confidence, right = p.max(-1), p.argmax(-1) == y
     if name == "nll":
         return float(np.mean([-np.log(p[i, y[i]]) if p[i, y[i]] > 0 else np.inf for i in range(n)]))
@@ -112,7 +138,11 @@ def classes(data: Any) -> Outcome:
         given, labels = torch.as_tensor(given), torch.as_tensor(labels)
     elif call == "list":
         given, labels = given.tolist(), labels.tolist()
-    run = (lambda: getattr(metrics, name)(given, **extra)) if one else (lambda: getattr(metrics, name)(given, labels, **extra))
+    run = (
+        (lambda: getattr(metrics, name)(given, **extra))
+        if one
+        else (lambda: getattr(metrics, name)(given, labels, **extra))
+    )
     done, found = attempt(run, what=what)
     if not done:
         return Outcome(REFUSED, name)
@@ -173,10 +203,16 @@ def numbers(data: Any) -> Outcome:
     runs: dict[str, tuple[Any, Any]] = {
         "rmse": (lambda: metrics.rmse(change(m), y), lambda: np.sqrt(np.mean((m - y) ** 2))),
         "mae": (lambda: metrics.mae(change(m), y), lambda: np.mean(np.abs(m - y))),
-        "coverage": (lambda: metrics.coverage(lower, upper, change(m * 1.5)), lambda: np.mean((lower <= m * 1.5) & (m * 1.5 <= upper))),
+        "coverage": (
+            lambda: metrics.coverage(lower, upper, change(m * 1.5)),
+            lambda: np.mean((lower <= m * 1.5) & (m * 1.5 <= upper)),
+        ),
         "interval_width": (lambda: metrics.interval_width(change(lower), upper), lambda: np.mean(upper - lower)),
         "crps": (lambda: metrics.crps(samples, change(y)), lambda: _crps(samples, y)),
-        "gradient_snr": (lambda: metrics.gradient_snr(change(samples)), lambda: np.mean((samples**2).mean(0) / samples.var(0))),
+        "gradient_snr": (
+            lambda: metrics.gradient_snr(change(samples)),
+            lambda: np.mean((samples**2).mean(0) / samples.var(0)),
+        ),
         "auroc": (lambda: metrics.auroc(change(s), labels), lambda: sk.roc_auc_score(labels, s)),
         "auc_pr": (lambda: metrics.auc_pr(change(s), labels), lambda: sk.average_precision_score(labels, s)),
         "ood_scores": (
@@ -188,7 +224,9 @@ def numbers(data: Any) -> Outcome:
     what = f"metrics.{name}({form}, n={n}, shape {shape})"
     done, found = attempt(run, what=what)
     if not done:
-        degenerate = (name in ("auroc", "auc_pr") and len(set(labels.tolist())) < 2) or (name == "gradient_snr" and len(samples) < 2)
+        degenerate = (name in ("auroc", "auc_pr") and len(set(labels.tolist())) < 2) or (
+            name == "gradient_snr" and len(samples) < 2
+        )
         if not form and not degenerate:
             raise Wrong(f"{what}: refused, and all is as it should be")
         return Outcome(REFUSED, name)
@@ -196,7 +234,9 @@ def numbers(data: Any) -> Outcome:
     if form and not flat:
         raise Wrong(f"{what}: accepted without a word, {found}")
     if not (form == "fewer" and flat):
-        same_number(what, found, float(reference()), 1e-6 if name in ("auroc", "auc_pr", "ood_scores") else 1e-9)
+        same_number(
+            what, found, float(reference()), 1e-6 if name in ("auroc", "auc_pr", "ood_scores") else 1e-9
+        )
     return Outcome(EQUAL, name)
 
 

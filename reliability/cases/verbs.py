@@ -44,7 +44,9 @@ def saved(data: Any) -> Outcome:
     inputs = net.inputs(2)
     before = sb.draw(model, *inputs, **OPTIONS, **net.call)
     if data.draw(st.booleans()):
-        same_tree(f"deepcopy of {what}", sb.draw(copy.deepcopy(model), *inputs, **OPTIONS, **net.call), before, 0.0)
+        same_tree(
+            f"deepcopy of {what}", sb.draw(copy.deepcopy(model), *inputs, **OPTIONS, **net.call), before, 0.0
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         done, _ = attempt(lambda: sb.save(model, path), what=what)
@@ -108,7 +110,9 @@ def merged(data: Any) -> Outcome:
 
 def compressed(data: Any) -> Outcome:
     """A compressed model keeps its means; with a rank of the matrix's own it keeps its KL nearly, never gains means."""
-    net = data.draw(networks.nets(("linear", "convolution", "bilinear", "network", "embedding"), statistics=True))
+    net = data.draw(
+        networks.nets(("linear", "convolution", "bilinear", "network", "embedding"), statistics=True)
+    )
     method = data.draw(methods.sampled("MeanField"))
     if data.draw(st.sampled_from([True, True, True, False])):
         method = dataclasses.replace(method, tied_mean=False, estimator="shared")
@@ -159,7 +163,8 @@ def unconverted(data: Any) -> Outcome:
     x = torch.zeros(1, 2)
     verbs: dict[str, Any] = {
         "draw": lambda: sb.draw(thing, x), "predict": lambda: sb.predict(thing, x), "kl": lambda: sb.kl(thing),
-        "elbo": lambda: sb.elbo(x[None], torch.zeros(1, dtype=torch.long), thing, 10), "freeze": lambda: sb.freeze(thing),
+        "elbo": lambda: sb.elbo(x[None], torch.zeros(1, dtype=torch.long), thing, 10),
+        "freeze": lambda: sb.freeze(thing),
         "summary": lambda: sb.summary(thing), "merge": lambda: sb.merge(thing), "unmerge": lambda: sb.unmerge(thing),
         "compress": lambda: sb.compress(thing, 1), "save": lambda: sb.save(thing, "/nowhere/model"),
         "groups": lambda: sb.parameter_groups(thing, 0.1, 0.0), "evaluate": lambda: sb.evaluate(thing, [(x, x)]),

@@ -143,7 +143,7 @@ def flatten_inputs(
     whole = _whole_leaves(model, inputs, named, shared)
     batch = _batch_size(leaves, whole)
     if any([isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves]):
-        _check_meta(model, leaves)
+        _check_meta(leaves)
     tiled = {
         i
         for i, leaf in enumerate(leaves)
@@ -152,14 +152,13 @@ def flatten_inputs(
     return FlatInputs(leaves, spec, tiled, batch)
 
 
-def _check_meta(model: nn.Module, leaves: list[Any]) -> None:
-    """A tensor without values gives none, which layers would not all notice; some of torch's crash on it."""
-    own = next(unwrap(model).parameters(), None)
+def _check_meta(leaves: list[Any]) -> None:
+    """A tensor without values gives none, which not all layers notice; some of torch's crash on it."""
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.is_meta and own is not None and not own.is_meta:
+        if isinstance(leaf, Tensor) and leaf.is_meta:
             raise ValueError(
-                f"input {i} of shape {tuple(leaf.shape)} is on the meta device, where tensors have no values, and the "
-                f"model is on {own.device}: hand over the values"
+                f"input {i} of shape {tuple(leaf.shape)} is on the meta device, where tensors have no values: a draw "
+                f"needs values, and the model on a device that has them"
             )
 
 
@@ -427,9 +426,7 @@ def _verify_rows(model: nn.Module, seen: Draw, flat: FlatInputs) -> None:
                 raise RowError(row_message(layer, rows, seen))
 
 
-def _run(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: FlatInputs, now: Draw
-) -> Any:
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: FlatInputs, now: Draw) -> Any:
     """The network's output in this draw; an error says what the network was handed."""
     if torch.compiler.is_compiling():
         with activate(now):
@@ -447,8 +444,8 @@ def _run(
 def _no_single_sequence(model: nn.Module, now: Draw) -> Iterator[None]:
     """Refuse a sequence without a batch in layers that are not converted: its steps would be taken for examples.
 
-    Repeated for the draws, [T, ·] would be one sequence that is longer. Converted layers see it by their rows. A network
-    that hands over its rows one by one calls the layer for each.
+    Repeated for the draws, [T, ·] would be one sequence that is longer. Converted layers see it by their rows. A
+    network that hands over its rows one by one calls the layer for each.
     """
     seen: dict[nn.Module, list[tuple[int, ...]]] = {}
 
@@ -522,7 +519,8 @@ def _verify_unsplit(
     args, kwargs = flat.tile(probe.components * probe.samples)
     try:
         with torch.no_grad(), evaluating(model), activate(probe):
-            model(*args, **kwargs)
+            output = model(*args, **kwargs)
+        _unfold(output, probe.components * probe.samples, flat.batch)  # or rows were left out
     except Exception as error:
         if out_of_memory(error):
             return

@@ -290,7 +290,9 @@ class Gaussian(Likelihood):
                 'precision out, or pass learn="fixed" or "global"'
             )
         if precision is not None and not (is_number(precision) and precision > 0):
-            raise ValueError(f"precision={precision!r}: pass a positive finite number, 1 / (noise deviation)²")
+            raise ValueError(
+                f"precision={precision!r}: pass a positive finite number, 1 / (noise deviation)²"
+            )
         self.precision = 1.0 if precision is None else float(precision)
         if outputs is not None and (learn != "global" or not is_count(outputs)):
             raise ValueError(

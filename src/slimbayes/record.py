@@ -35,7 +35,9 @@ class Record:
     rows_checked: bool = False
     checkpointed: bool = False  # a layer ran inside activation checkpointing: nothing is sampled ahead of it
     late: dict[Any, Plan | None] = field(default_factory=dict)  # how to tile late, by signature of the inputs
-    unsplit: set[Any] = field(default_factory=set)  # inputs with as many rows as all draws, found to serve every row
+    unsplit: set[Any] = field(
+        default_factory=set
+    )  # inputs with as many rows as all draws, found to serve every row
     footprints: dict[Any, Footprint | None] = field(default_factory=dict)  # memory of a pass, likewise
     mixing: list[Tensor] = field(default_factory=list)  # log-probabilities [draws] of the last draw's indices
     byproducts: dict[str, Any] = field(default_factory=dict)  # of the last draw, for the KL that follows it

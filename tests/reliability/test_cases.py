@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from reliability.cases import judging
-from reliability.cases.groups import GROUPS, counts
-from reliability.cases.running import BLOCK, run_group
 from torch import nn
 
 import slimbayes as sb
+from reliability.cases import judging
+from reliability.cases.groups import GROUPS, counts
+from reliability.cases.running import BLOCK, run_group
 from slimbayes.apply.rank1 import Rank1Rule
 
 
@@ -26,7 +26,7 @@ def test_a_thousand_cases_are_enough_of_each():
 
 
 def test_a_wrong_draw_is_found(monkeypatch):
-    """r and s swapped: a mistake that keeps all shapes of square layers."""
+    """Factors that are off by a thousandth."""
     right = Rank1Rule._factor
     monkeypatch.setattr(Rank1Rule, "_factor", lambda self, f, w, frame: right(self, f, w, frame) * 1.001)
     assert run_group("draws.replayed", GROUPS["draws.replayed"][0], 100).wrong == 1
@@ -42,5 +42,9 @@ def test_a_bare_error_is_no_refusal():
     assert not done and isinstance(error, ValueError)
     with pytest.raises(judging.Wrong):  # it says nothing of what was wrong
         judging.attempt(lambda: sb.Rank1(components=0), tokens=("posterior",))
-    with pytest.raises(judging.Wrong):  # torch's own error, out of slimbayes' code, where the plain network runs
-        judging.attempt(lambda: sb.draw(sb.bayesianize(nn.Linear(2, 2), sb.Deterministic()), torch.zeros(1, 3)))
+    with pytest.raises(
+        judging.Wrong
+    ):  # torch's own error, out of slimbayes' code, where the plain network runs
+        judging.attempt(
+            lambda: sb.draw(sb.bayesianize(nn.Linear(2, 2), sb.Deterministic()), torch.zeros(1, 3))
+        )

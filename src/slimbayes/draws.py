@@ -35,8 +35,8 @@ from slimbayes.context import (
     repeat_rows,
     row_message,
 )
+from slimbayes.handed import check_meta, explain, may_be_split, no_single_sequence
 from slimbayes.late import Plan, probe, signature
-from slimbayes.layers.several import Several
 from slimbayes.record import Record, every_module, find_record, layers_and_groups, unwrap
 
 
@@ -143,23 +143,13 @@ def flatten_inputs(
     whole = _whole_leaves(model, inputs, named, shared)
     batch = _batch_size(leaves, whole)
     if any([isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves]):
-        _check_meta(leaves)
+        check_meta(leaves)
     tiled = {
         i
         for i, leaf in enumerate(leaves)
         if i not in whole and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
     }
     return FlatInputs(leaves, spec, tiled, batch)
-
-
-def _check_meta(leaves: list[Any]) -> None:
-    """A tensor without values gives none, which not all layers notice; some of torch's crash on it."""
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.is_meta:
-            raise ValueError(
-                f"input {i} of shape {tuple(leaf.shape)} is on the meta device, where tensors have no values: a draw "
-                f"needs values, and the model on a device that has them"
-            )
 
 
 def _refuse_packed(inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -210,7 +200,7 @@ def draw_flat(
     components, ids = _active_components(unwrap(model), record, flat.leaves, seed)
     draws = components * samples
     now = Draw(components, samples, flat.batch, noise, seed, first_sample, first_example, ids)
-    split = _may_be_split(record, flat, now)
+    split = may_be_split(record, flat.leaves, flat.tiled, now)
     # Without gradients only: torch's own backward passes may depend on how often a row occurs.
     if (
         draws > 1
@@ -433,79 +423,11 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: 
             return model(*args, **kwargs)
     watched = now.rows > flat.batch and find_record(model).sequential
     try:
-        with activate(now), _no_single_sequence(model, now) if watched else contextlib.nullcontext():
+        with activate(now), no_single_sequence(model, now) if watched else contextlib.nullcontext():
             return model(*args, **kwargs)
     except Exception as error:
-        _explain(error, flat, now)
+        explain(error, flat.leaves, flat.tiled, now)
         raise
-
-
-@contextlib.contextmanager
-def _no_single_sequence(model: nn.Module, now: Draw) -> Iterator[None]:
-    """Refuse a sequence without a batch in layers that are not converted: its steps would be taken for examples.
-
-    Repeated for the draws, [T, ·] would be one sequence that is longer. Converted layers see it by their rows. A
-    network that hands over its rows one by one calls the layer for each.
-    """
-    seen: dict[nn.Module, list[tuple[int, ...]]] = {}
-
-    def look(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if given and isinstance(given[0], Tensor) and given[0].dim() == 2:
-            seen.setdefault(module, []).append(tuple(given[0].shape))
-
-    kinds = (nn.RNNBase, nn.MultiheadAttention)
-    hooks = [
-        module.register_forward_pre_hook(look)
-        for module in unwrap(model).modules()
-        if isinstance(module, kinds) and not isinstance(module, Several)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for module, shapes in seen.items():
-        steps = sum(shape[0] for shape in shapes)
-        # Members of an ensemble have one call each, or all of them one, in which each sees its own rows.
-        if any(steps * times == now.rows and len(shapes) * times < now.rows for times in (1, now.components)):
-            raise RowError(
-                f"a {type(module).__name__} that is not converted got one sequence without a batch, of shape "
-                f"{shapes[0]}: its steps would run on from draw to draw. Give the sequence a batch, x.unsqueeze(0)"
-            )
-
-
-def _explain(error: Exception, flat: FlatInputs, now: Draw) -> None:
-    """Say beside an error of the network's, or of torch's, what the network was handed: rows it never saw before."""
-    if isinstance(error, RowError) or out_of_memory(error):
-        return
-    given = [
-        f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
-        + (f" as {now.rows} rows" if i in flat.tiled else " as it is")
-        if isinstance(leaf, Tensor)
-        else type(leaf).__name__
-        for i, leaf in enumerate(flat.leaves)
-    ]
-    note = (
-        f"This was a draw of {now.components} components x {now.samples} samples of {flat.batch} examples, the first "
-        f"dimension of the first input: the batch comes first, and is repeated. The network got {'; '.join(given)}."
-    )
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):  # Python 3.10
-        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
-
-
-def _may_be_split(record: Record, flat: FlatInputs, now: Draw) -> tuple[Any, ...]:
-    """What to remember of inputs that are not repeated and still have as many rows as all draws together; or ()."""
-    if now.rows == flat.batch or len(flat.tiled) == len(flat.leaves) or torch.compiler.is_compiling():
-        return ()
-    found = [
-        (i, tuple(leaf.shape))
-        for i, leaf in enumerate(flat.leaves)
-        if i not in flat.tiled and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == now.rows
-    ]
-    key = (flat.batch, now.components, now.samples, *found)
-    return key if found and key not in record.unsplit else ()
 
 
 def _verify_unsplit(

@@ -133,7 +133,7 @@ def test_options_that_contradict_each_other():
         sb.EMP(patch=())
     with says("patch entry 3 is not understood", "'norm', 'input', 'output'"):
         sb.ECMP(patch=("norm", 3))
-    with says("init_noise must be at least 0, got -1.0"):
+    with says("init_noise must be finite and at least 0, got -1.0"):
         sb.EMP(init_noise=-1.0)
 
 

@@ -131,6 +131,10 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
         step_components=next(iter(steps), None),
         dropouts=tuple(plan.dropouts),
         recurrent=any(isinstance(module, nn.RNNBase) for module in modules.values()),
+        sequential=any(
+            isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not isinstance(module, Several)
+            for module in modules.values()
+        ),
     )
     model.__dict__[ATTRIBUTE] = record
     silent = [f"{name} ({kind})" for name, kind, why in plan.left_alone if why.endswith(NO_CLASS)]

@@ -23,6 +23,7 @@ from slimbayes.apply.patched import prefill_patches
 from slimbayes.apply.points import prefill_points
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.budget import out_of_memory
+from slimbayes.checking import check_count, is_count
 from slimbayes.context import (
     NOISE_MODES,
     SEES_CHECKPOINTS,
@@ -34,6 +35,7 @@ from slimbayes.context import (
     repeat_rows,
     row_message,
 )
+from slimbayes.handed import check_meta, explain, may_be_split, no_single_sequence
 from slimbayes.late import Plan, probe, signature
 from slimbayes.record import Record, every_module, find_record, layers_and_groups, unwrap
 
@@ -149,6 +151,7 @@ def _draw_eagerly(
     return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
 
 
+_PLACES = 2**32  # of examples and of samples, as keyed noise counts them
 _ONE = pytree.tree_flatten(((0,), {}))[1]  # of one tensor and nothing else
 
 
@@ -201,6 +204,8 @@ def flatten_inputs(
         leaves, spec = pytree.tree_flatten((inputs, named))
     whole = _whole_leaves(model, inputs, named, shared)
     batch = _batch_size(leaves, whole)
+    if any([isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves]):
+        check_meta(leaves)
     tiled = {
         i
         for i, leaf in enumerate(leaves)
@@ -247,16 +252,18 @@ def draw_flat(
             return _unfold(output, samples, flat.batch)
     _refuse_data_parallel(model)
     record = find_record(model)
-    check_options(samples, noise, seed)
+    check_options(samples, noise, seed, first_example, first_sample)
     if ahead is None and isinstance(seed, int) and not torch.compiler.is_compiling():
         with contextlib.closing(Ahead(samples, 0, record.places)) as own:
             return draw_flat(model, flat, samples, noise, seed, first_example, first_sample, evaluated, own)
     components, ids = _active_components(unwrap(model), record, flat.leaves, seed)
     draws = components * samples
     now = Draw(components, samples, flat.batch, noise, seed, first_sample, first_example, ids)
+    split = may_be_split(record, flat.leaves, flat.tiled, now)
     # Without gradients only: torch's own backward passes may depend on how often a row occurs.
     if (
         draws > 1
+        and not split
         and fast.paths.late
         and not torch.is_grad_enabled()
         and (evaluated or not unwrap(model).training)
@@ -279,11 +286,12 @@ def _pass(
         now.rows_seen = {}
     args, kwargs = flat.tile(repeats)
     _prefill(model, record, flat, now, ahead)
-    with activate(now):
-        output = model(*args, **kwargs)
+    output = _run(model, args, kwargs, flat, now)
     if check_rows:
         _verify_rows(model, now, flat)
         record.rows_checked = True
+    if split:
+        _verify_unsplit(model, record, flat, now, split)
     _keep_mixing(record, now)
     return output
 
@@ -395,11 +403,15 @@ def plan_for(
     return record.late[key]
 
 
-def check_options(samples: int, noise: str, seed: int | Supply | None) -> None:
+def check_options(
+    samples: int, noise: str, seed: int | Supply | None, first_example: int = 0, first_sample: int = 0
+) -> None:
     """Raise on options of a draw that mean nothing."""
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
-    if noise not in NOISE_MODES:
+    check_count("samples", samples)
+    for name, place in (("first_example", first_example), ("first_sample", first_sample)):
+        if not is_count(place, 0) or place >= _PLACES:
+            raise ValueError(f"{name} must be an integer from 0 to {_PLACES - 1}, got {place!r}")
+    if not isinstance(noise, str) or noise not in NOISE_MODES:
         raise ValueError(f"unknown noise {noise!r}; use 'example', 'shared' or 'mean'")
     if seed is not None and not isinstance(seed, (int, Supply)):
         raise ValueError(f"seed must be an integer or None, got {seed!r}")
@@ -496,6 +508,45 @@ def _verify_rows(model: nn.Module, seen: Draw, flat: FlatInputs) -> None:
         for rows, probed in zip(seen.rows_seen.get(layer, []), calls, strict=False):
             if probed * seen.rows != rows * probe.rows:
                 raise RowError(row_message(layer, rows, seen))
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: FlatInputs, now: Draw) -> Any:
+    """The network's output in this draw; an error says what the network was handed."""
+    if torch.compiler.is_compiling():
+        with activate(now):
+            return model(*args, **kwargs)
+    watched = now.rows > flat.batch and find_record(model).sequential
+    try:
+        with activate(now), no_single_sequence(model, now) if watched else contextlib.nullcontext():
+            return model(*args, **kwargs)
+    except Exception as error:
+        explain(error, flat.leaves, flat.tiled, now)
+        raise
+
+
+def _verify_unsplit(
+    model: nn.Module, record: Record, flat: FlatInputs, seen: Draw, key: tuple[Any, ...]
+) -> None:
+    """Run the network with one sample more: what serves all rows serves those too, what was split among draws fails.
+
+    A mask of two rows beside one example is an error of the network's, and must stay one when two draws make two rows.
+    """
+    probe = Draw(seen.components, seen.samples + 1, seen.batch, "mean", component_ids=seen.component_ids)
+    args, kwargs = flat.tile(probe.components * probe.samples)
+    try:
+        with torch.no_grad(), evaluating(model), activate(probe):
+            output = model(*args, **kwargs)
+        _unfold(output, probe.components * probe.samples, flat.batch)  # or rows were left out
+    except Exception as error:
+        if out_of_memory(error):
+            return
+        shapes = ", ".join(f"input {i} of shape {shape}" for i, shape in key[3:])
+        raise RowError(
+            f"{shapes} was not repeated for the draws, for its first dimension is not the batch's {flat.batch}; but "
+            f"the network takes it for rows, and would split it among the {seen.components * seen.samples} draws. "
+            f"Give it one row per example (with another number of samples the network says: {error})"
+        ) from error
+    record.unsplit.add(key)
 
 
 def _is_plain(module: nn.Module) -> bool:

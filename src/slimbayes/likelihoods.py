@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimbayes.checking import is_count, is_number
 from slimbayes.predictive import (
     BernoulliPredictive,
     CategoricalPredictive,
@@ -59,6 +60,18 @@ class Likelihood(nn.Module, ABC):
         """The predictive distribution, from draws (which it keeps) or from moments."""
 
 
+def check_likelihood(value: object, needs: tuple[str, ...] = ("predictive", "moments")) -> None:
+    """Raise unless a value has what is ``needs``-ed of a likelihood: a class of one has not, it is to be made first.
+
+    >>> check_likelihood("gaussian")
+    Traceback (most recent call last):
+        ...
+    TypeError: likelihood must be one such as sb.Categorical() or sb.Gaussian(), got 'gaussian'
+    """
+    if isinstance(value, type) or not all([callable(getattr(value, name, None)) for name in needs]):
+        raise TypeError(f"likelihood must be one such as sb.Categorical() or sb.Gaussian(), got {value!r}")
+
+
 @final
 class Categorical(Likelihood):
     """Classes: logits [D, B, ..., C] and integer targets [B, ...].
@@ -78,6 +91,10 @@ class Categorical(Likelihood):
         super().__init__()
         if class_axis == 0:
             raise ValueError("class_axis=0 is the batch: pass 1 for outputs [B, C, ...], -1 for [B, ..., C]")
+        for name, value in (("class_axis", class_axis), ("ignore_index", ignore_index)):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole and (name == "class_axis" or value is not None):
+                raise ValueError(f"{name}={value!r}: pass an integer")
         self.temperature = _checked(temperature)
         self.class_axis = class_axis
         self.ignore_index = ignore_index
@@ -265,17 +282,19 @@ class Gaussian(Likelihood):
         outputs: int | None = None,
     ) -> None:
         super().__init__()
-        if learn not in ("fixed", "global", "per_example"):
+        if not isinstance(learn, str) or learn not in ("fixed", "global", "per_example"):
             raise ValueError(f'learn={learn!r}: pass "fixed", "global" or "per_example"')
         if learn == "per_example" and precision is not None:
             raise ValueError(
                 f'precision={precision} with learn="per_example", where the network outputs it: leave '
                 'precision out, or pass learn="fixed" or "global"'
             )
+        if precision is not None and not (is_number(precision) and precision > 0):
+            raise ValueError(
+                f"precision={precision!r}: pass a positive finite number, 1 / (noise deviation)²"
+            )
         self.precision = 1.0 if precision is None else float(precision)
-        if not 0.0 < self.precision < math.inf:
-            raise ValueError(f"precision={precision}: pass a positive finite number, 1 / (noise deviation)²")
-        if outputs is not None and (learn != "global" or outputs < 1):
+        if outputs is not None and (learn != "global" or not is_count(outputs)):
             raise ValueError(
                 f'outputs={outputs} with learn={learn!r}: it is a number of outputs for learn="global", each with a '
                 "precision of its own"
@@ -352,7 +371,7 @@ def _full(draws: Tensor) -> Tensor:
 
 
 def _checked(temperature: float) -> float:
-    if not 0.0 < temperature < math.inf:
+    if not (is_number(temperature) and temperature > 0):
         raise ValueError(f"temperature={temperature!r}: pass a positive finite number, 1 for none")
     return float(temperature)
 

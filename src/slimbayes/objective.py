@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from slimbayes.apply.base import KLTerm
 from slimbayes.apply.bulk import group_kl, has_closed_kl
 from slimbayes.apply.fused import Sums
 from slimbayes.apply.rank1 import Rank1Rule
+from slimbayes.checking import check_least, is_count, is_number
 from slimbayes.kl import mixture_kl, total_kl
 from slimbayes.layers.base import Converted
-from slimbayes.likelihoods import Categorical, Likelihood
+from slimbayes.likelihoods import Categorical, Likelihood, check_likelihood
 from slimbayes.record import Record, converted_layers, find_record, layers_and_groups, unwrap
 from slimbayes.weightkl import Raw, RawPrior, divergence
 
@@ -157,6 +159,7 @@ def elbo(
     True
     """
     likelihood = _STANDARD if likelihood is None else likelihood
+    check_likelihood(likelihood, ("log_prob",))
     _check_elbo(draws, targets, num_data, reduction, kl_weight)
     record = find_record(model)
     nll, per_draw = _nll(likelihood, draws, targets, reduction, bool(record.mixing))
@@ -185,13 +188,26 @@ def _check_elbo(draws: Any, targets: Tensor, num_data: int | None, reduction: st
         raise ValueError(
             f"the batch is empty: draws have shape {list(draws.shape)}, and a mean over none is NaN"
         )
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets are a tensor, got {type(targets).__name__}: pass torch.as_tensor(targets)")
+    if type(num_data) is not int and (isinstance(num_data, bool) or not _is_scalar(num_data)):
+        raise ValueError(f"num_data must be the number of training examples, got {num_data!r}")
     batch = targets.shape[0] if targets.dim() else 1
     if num_data < batch:
         raise ValueError(
             f"num_data={num_data} is smaller than the batch of {batch}: it is the size of the training set"
         )
+    if type(kl_weight) is not float and not _is_scalar(kl_weight):
+        raise ValueError(f"kl_weight must be a number, got {kl_weight!r}")
     if not (math.isfinite(kl_weight) and kl_weight >= 0):
         raise ValueError(f"kl_weight must be finite and at least 0, got {kl_weight!r}")
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether a value is one finite number: Python's, numpy's, or a tensor of one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def _nll(
@@ -248,7 +264,7 @@ class LinearAnnealing:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
+        if not (is_number(self.steps) and self.steps >= 1):
             raise ValueError(f"LinearAnnealing needs at least 1 step, got {self.steps!r}")
         if (
             isinstance(self.start, bool)
@@ -277,7 +293,7 @@ class StepAnnealing:
     every: int = 100
 
     def __post_init__(self) -> None:
-        if not self.coefficient > 0 or self.every < 1:
+        if not (is_number(self.coefficient) and self.coefficient > 0 and is_count(self.every)):
             raise ValueError(
                 f"StepAnnealing needs a positive coefficient and every ≥ 1, got {self.coefficient!r} and "
                 f"{self.every!r}"
@@ -315,8 +331,7 @@ def parameter_groups(
         ("weight_decay", weight_decay),
         ("factor_lr_multiplier", factor_lr_multiplier),
     ):
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
+        check_least(name, value)
     find_record(model)
     factors: set[int] = set()
     plain: set[int] = set()

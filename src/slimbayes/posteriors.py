@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slimbayes import distributions as d
+from slimbayes.checking import is_number
 
 EPSILON = 1e-7
 
@@ -41,8 +42,8 @@ def dropout_stddev(rate: float) -> float:
     >>> round(dropout_stddev(1e-3), 5)
     0.03164
     """
-    if not 0.0 < rate < 1.0:
-        raise ValueError(f"dropout_rate must lie strictly between 0 and 1, got {rate}")
+    if not (is_number(rate) and 0.0 < rate < 1.0):
+        raise ValueError(f"dropout_rate must lie strictly between 0 and 1, got {rate!r}")
     return math.sqrt(rate / (1.0 - rate))
 
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from slimbayes import fast
 from slimbayes.apply.ahead import Ahead
 from slimbayes.budget import Footprint, budget, device_of, footprint, small
+from slimbayes.checking import check_flag
 from slimbayes.draws import FlatInputs, check_options, draw_flat, evaluating, flatten_inputs, plan_for
 from slimbayes.late import kept, signature
-from slimbayes.likelihoods import Categorical, Likelihood
+from slimbayes.likelihoods import Categorical, Likelihood, check_likelihood
 from slimbayes.pieces import Pieces, attempt
 from slimbayes.predictive import CategoricalPredictive, Predictive
 from slimbayes.record import Record, find_record, unwrap
@@ -76,8 +77,12 @@ def predict_flat(
     first_example: int = 0,
 ) -> Predictive:
     """``predict`` on flattened inputs."""
-    check_options(samples, noise, seed)
+    check_options(samples, noise, seed, first_example)
     check_chunk(chunk)
+    check_flag("keep_draws", keep_draws)
+    check_likelihood(likelihood)
+    if select is not None and not callable(select):
+        raise TypeError(f"select must be a function of the network's output, got {select!r}")
     ahead = Ahead(samples, flat.numel(), find_record(model).places)
     try:
         return _predict(

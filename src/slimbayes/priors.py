@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from slimbayes import distributions as d
+from slimbayes.checking import check_positive, is_number
 
 
 def _check(name: str, loc: float, scale: float) -> None:
-    if not math.isfinite(loc):
-        raise ValueError(f"{name} prior: loc must be finite, got {loc}")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{name} prior: scale must be positive and finite, got {scale}")
+    if not is_number(loc):
+        raise ValueError(f"{name} prior: loc must be finite, got {loc!r}")
+    check_positive(f"{name} prior: scale", scale, optional=False)
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:

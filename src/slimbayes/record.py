@@ -31,9 +31,13 @@ class Record:
     step_components: int | None
     dropouts: tuple[str, ...]
     recurrent: bool = False  # it holds layers that no compiler takes
+    sequential: bool = False  # it holds recurrent or attention layers that are not converted
     rows_checked: bool = False
     checkpointed: bool = False  # a layer ran inside activation checkpointing: nothing is sampled ahead of it
     late: dict[Any, Plan | None] = field(default_factory=dict)  # how to tile late, by signature of the inputs
+    unsplit: set[Any] = field(
+        default_factory=set
+    )  # inputs with as many rows as all draws, found to serve every row
     footprints: dict[Any, Footprint | None] = field(default_factory=dict)  # memory of a pass, likewise
     mixing: list[Tensor] = field(default_factory=list)  # log-probabilities [draws] of the last draw's indices
     byproducts: dict[str, Any] = field(default_factory=dict)  # of the last draw, for the KL that follows it
@@ -48,6 +52,7 @@ class Record:
             layers=dict(self.layers),
             layer_parameters=dict(self.layer_parameters),
             late={},  # a copy may be changed
+            unsplit=set(),
             footprints={},
             mixing=[],
             byproducts={},
@@ -66,6 +71,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     >>> unwrap(nn.Linear(1, 1))
     Linear(in_features=1, out_features=1, bias=True)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a converted torch.nn.Module is needed, got {type(model).__name__} {model!r:.40}")
     while ATTRIBUTE not in model.__dict__:  # what was converted itself is no wrapper
         inner = getattr(model, "_orig_mod", None)
         if inner is None and type(model).__name__ in (

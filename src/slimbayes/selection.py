@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,8 +52,45 @@ def read_rules(method: MethodOrRules, include: Selection | None) -> list[Choice]
 def kept(selection: Selection | None) -> Selection | None:
     """A selection that can be used again: every layer is held against it, and an iterator is empty after the first."""
     if selection is None or isinstance(selection, str) or callable(selection):
+        if selection is not None:
+            _check_selector(selection)
         return selection
-    return tuple(selection)
+    if not isinstance(selection, Iterable):
+        _check_selector(selection)
+    several = tuple(selection)
+    for item in several:
+        if isinstance(item, Iterable) and not isinstance(item, (str, type)):
+            kept(item)  # a selection within a selection
+        else:
+            _check_selector(item)
+    return several
+
+
+def _check_selector(item: object) -> None:
+    """Raise on what selects nothing ever: broken expressions, types of no module, functions of other arguments."""
+    if isinstance(item, str):
+        try:
+            re.compile(item)
+        except re.error as error:
+            raise ValueError(f"the selection {item!r} is no regular expression: {error}") from None
+        return
+    if isinstance(item, type):
+        if not issubclass(item, nn.Module):
+            raise TypeError(f"the selection {item!r} is no type of modules: give one such as nn.Linear")
+        return
+    if not callable(item):
+        raise TypeError(
+            f"the selection {item!r} is not understood: give a regular expression on module names, a module type, a "
+            f"function of (name, module), or a list of those"
+        )
+    try:
+        signature = inspect.signature(item)
+    except (TypeError, ValueError):  # some of C's have none
+        return
+    try:
+        signature.bind("", None)
+    except TypeError as error:
+        raise TypeError(f"the selection {item!r} must be a function of (name, module): {error}") from None
 
 
 @dataclass

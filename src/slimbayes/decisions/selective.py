@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slimbayes.checking import is_number
 from slimbayes.decisions.binomial import at_most, upper_bound
 from slimbayes.decisions.inputs import ceiling, check_share, class_probabilities
 from slimbayes.decisions.scores import Score, uncertainty
@@ -44,7 +45,7 @@ class Abstention:
 
         Examples that are as uncertain as the last one kept are kept, too.
         """
-        if not 0.0 < coverage <= 1.0:
+        if not (is_number(coverage) and 0.0 < coverage <= 1.0):
             raise ValueError(f"coverage={coverage!r}: pass a share of the examples above 0 and up to 1")
         found = uncertainty(predictions, score)
         rank = max(1, ceiling(coverage * len(found)))

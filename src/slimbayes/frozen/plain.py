@@ -120,7 +120,7 @@ def recurrent(layer: Several, tensors: dict[str, Tensor], **options: Any) -> Any
     known |= options
     known["bias"] = any(name.startswith("bias") for name in tensors)
     made = kind(**known, device="meta", dtype=first.dtype)
-    for name in list(made._parameters):
+    for name in [name for name, parameter in made._parameters.items() if parameter is not None]:
         made._parameters[name] = own(tensors[name])
         setattr(made, name, made._parameters[name])
     if isinstance(made, nn.RNNBase):

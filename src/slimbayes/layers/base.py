@@ -86,6 +86,8 @@ def expand_saved(state_dict: Mapping[str, Any], key: str, target: Tensor | None)
 
 def unbatched(run: Any, x: Tensor, batched_dims: int) -> Tensor:
     """Run on a single example that has no row axis, as torch's own layers allow."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a layer takes a tensor, got {type(x).__name__} {x!r:.40}")
     if x.dim() >= batched_dims:
         output: Tensor = run(x)
         return output

@@ -147,6 +147,9 @@ class BayesBilinear(Converted, nn.Bilinear):
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         """Apply the layer's rule."""
+        for x in (input1, input2):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"a Bilinear layer takes two tensors, got {type(x).__name__} {x!r:.40}")
         if input1.dim() > 1:
             return self._apply_rule(input1, input2)
         return self._apply_rule(input1.unsqueeze(0), input2.unsqueeze(0)).squeeze(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +9,29 @@ from typing import Any
 from torch import Tensor, nn
 
 from slimbayes.apply.base import Rule
+from slimbayes.checking import check_choice, check_count, check_flag, check_least, check_positive, check_rate
 from slimbayes.layers.base import Converted
 from slimbayes.layers.several import Several
 from slimbayes.priors import Prior
+
+__all__ = [
+    "LATER",
+    "Method",
+    "Outline",
+    "Shared",
+    "Traits",
+    "add_component_axis",
+    "check_choice",
+    "check_count",
+    "check_flag",
+    "check_least",
+    "check_positive",
+    "check_prior",
+    "check_rate",
+    "needs_linear",
+    "needs_matrix",
+    "no_local",
+]
 
 # Metadata of an option that came after the first checkpoints: written down only where it is not its default, which must
 # stay what it is. What was saved without it is then the same method, to be loaded and resumed as before.
@@ -144,25 +163,10 @@ def add_component_axis(layer: Converted, tensor: str, components: int, shared: S
     layer.component_tensors = (*layer.component_tensors, tensor)
 
 
-def check_count(name: str, value: int, least: int = 1) -> None:
-    """Raise unless ``value`` is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
-def check_rate(name: str, value: float) -> None:
-    """Raise unless ``value`` is a probability below one."""
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}; use one of {', '.join(map(repr, choices))}")
-
-
-def check_positive(name: str, value: float | None) -> None:
-    """Raise unless ``value`` is None or a positive finite number."""
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+def check_prior(value: Any, optional: bool = False) -> None:
+    """Raise unless ``value`` is a prior, or None where it is ``optional``."""
+    if isinstance(value, Prior) or (optional and value is None):
+        return
+    raise ValueError(
+        f"prior must be a prior such as sb.Normal(0.0, 1.0){' or None' if optional else ''}, got {value!r}"
+    )

@@ -31,6 +31,10 @@ class DeepEnsemble(Method):
 
     def __post_init__(self) -> None:
         check_count("members", self.members)
+        if not (isinstance(self.reinitialize, bool) or callable(self.reinitialize)):
+            raise ValueError(
+                f"reinitialize must be True, False or a function of the member, got {self.reinitialize!r}"
+            )
 
     @property
     def traits(self) -> Traits:

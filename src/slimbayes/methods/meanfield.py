@@ -23,7 +23,9 @@ from slimbayes.methods.base import (
     Traits,
     check_choice,
     check_count,
+    check_flag,
     check_positive,
+    check_prior,
     needs_linear,
     needs_matrix,
     no_local,
@@ -54,8 +56,11 @@ class MeanField(Method):
 
     def __post_init__(self) -> None:
         check_choice("estimator", self.estimator, ESTIMATORS)
-        check_positive("stddev_init", self.stddev_init)
+        check_positive("stddev_init", self.stddev_init, optional=False)
         check_positive("stddev_max", self.stddev_max)
+        check_flag("biases", self.biases)
+        check_flag("tied_mean", self.tied_mean)
+        check_prior(self.prior)
         if self.stddev_max is not None and self.stddev_max < self.stddev_init:
             raise ValueError(f"stddev_max={self.stddev_max} is below stddev_init={self.stddev_init}")
         if self.tied_mean and not isinstance(self.prior, priors.Normal | priors.HeNormal):
@@ -107,7 +112,8 @@ class KTied(Method):
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
         check_choice("estimator", self.estimator, ESTIMATORS)
-        check_positive("stddev_init", self.stddev_init)
+        check_positive("stddev_init", self.stddev_init, optional=False)
+        check_flag("biases", self.biases)
         if not isinstance(self.prior, priors.Normal | priors.HeNormal):
             raise ValueError(f"KTied needs a Normal or HeNormal prior, got {self.prior!r}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from slimbayes.methods.base import (
     Traits,
     add_component_axis,
     check_count,
+    check_flag,
+    check_least,
     check_positive,
 )
 
@@ -42,8 +43,9 @@ class _Patching(Method, ABC):
     def __post_init__(self) -> None:
         check_count("components", self.components)
         check_positive("prior_precision", self.prior_precision)
-        if not (math.isfinite(self.init_noise) and self.init_noise >= 0):
-            raise ValueError(f"init_noise must be at least 0, got {self.init_noise!r}")
+        check_flag("learn_mixing", self.learn_mixing)
+        check_flag("own_statistics", getattr(self, "own_statistics", False))  # EMP's alone
+        check_least("init_noise", self.init_noise)
         if isinstance(self.patch, str) or not isinstance(self.patch, Iterable):
             object.__setattr__(self, "patch", (self.patch,))
         object.__setattr__(self, "patch", tuple(self.patch))

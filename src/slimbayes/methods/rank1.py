@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from slimbayes import posteriors, priors
 from slimbayes.apply.base import Rule
 from slimbayes.apply.rank1 import Factor, Rank1Rule
+from slimbayes.checking import is_number
 from slimbayes.kl import check_pair
 from slimbayes.layers import is_weighted
 from slimbayes.layers.base import Converted
@@ -25,7 +25,9 @@ from slimbayes.methods.base import (
     add_component_axis,
     check_choice,
     check_count,
+    check_flag,
     check_positive,
+    check_prior,
     needs_linear,
 )
 
@@ -71,6 +73,8 @@ class Rank1(Method):
         check_choice("kl_reduction", self.kl_reduction, REDUCTIONS)
         check_choice("random", self.random, SIDES)
         check_positive("clip", self.clip)
+        check_flag("train_base", self.train_base)
+        check_prior(self.prior, optional=True)
         _check_sign_init(self.random_sign_init)
         if self.posterior != "delta":
             posteriors.dropout_stddev(self.dropout_rate)
@@ -208,7 +212,7 @@ def _default_prior(posterior: str, neutral: float) -> priors.Prior:
 
 
 def _check_sign_init(value: float) -> None:
-    if not math.isfinite(value) or value > 1:
+    if not is_number(value) or value > 1:
         raise ValueError(
             f"random_sign_init must be a probability in (0, 1] or minus a standard deviation, got {value!r}"
         )

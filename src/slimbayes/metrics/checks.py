@@ -53,15 +53,26 @@ def as_tensor(values: Any) -> Tensor:
     >>> as_tensor([1, 2])
     tensor([1, 2])
     """
-    tensor = torch.as_tensor(values).detach()
+    tensor = _tensor(values).detach()
     if not hasattr(values, "dtype") and tensor.is_floating_point():
         tensor = torch.as_tensor(values, dtype=torch.float64)  # Python's own floats
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
+def _tensor(values: Any) -> Tensor:
+    """``torch.as_tensor``, whose own words about what it does not take do not say where that was."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"metrics take numbers, as tensors, arrays or lists of one length, got {type(values).__name__} "
+            f"{values!r:.60}: {error}"
+        ) from None
+
+
 def targets_of(values: Any, p: Tensor) -> Tensor:
     """Class indices int64 [N] that fit probabilities [..., N, C], on their device."""
-    targets = torch.as_tensor(values).to(p.device)
+    targets = _tensor(values).to(p.device)
     rows, classes = p.shape[-2:]
     if targets.is_floating_point() or targets.is_complex():
         raise TypeError(f"targets are integer class indices, got {targets.dtype}: pass targets.long()")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.checks import finite, probabilities_of, targets_of, torchmetrics_functional
+from slimbayes.metrics.checks import as_tensor, finite, probabilities_of, targets_of, torchmetrics_functional
 
 
 def nll(probabilities: Any, targets: Any) -> float:
@@ -133,7 +133,7 @@ def _picked(p: Tensor, targets: Tensor) -> Tensor:
 
 def _ranked(scores: Any, labels: Any, what: str) -> tuple[Tensor, Tensor]:
     """Scores as dense ranks in [0, 1]: torchmetrics squashes scores outside [0, 1], which makes new ties."""
-    values, truth = finite(scores, "scores"), torch.as_tensor(labels)
+    values, truth = finite(scores, "scores"), as_tensor(labels)
     if values.ndim != 1 or truth.shape != values.shape:
         raise ValueError(
             f"{what} takes scores and labels [N], got {list(values.shape)} and {list(truth.shape)}"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slimbayes.checking import is_number
 from slimbayes.metrics.calibration import rounded, share_ties
 from slimbayes.metrics.checks import finite, probabilities_of, targets_of
 
@@ -31,8 +32,8 @@ def selective_risk(predictions: Any, targets: Any = None, coverage: float = 0.8)
     >>> selective_risk(([0.9, 0.8, 0.7, 0.6], [1, 1, 0, 0]), coverage=0.5)
     0.0
     """
-    if not 0.0 < coverage <= 1.0:
-        raise ValueError(f"coverage={coverage}: pass a share of the examples above 0 and up to 1")
+    if not (is_number(coverage) and 0.0 < coverage <= 1.0):
+        raise ValueError(f"coverage={coverage!r}: pass a share of the examples above 0 and up to 1")
     risk = _risk(*_scored(predictions, targets))
     # Rounded first, so that 0.7 of 10 examples are 7 and not 8.
     return float(risk[max(1, math.ceil(round(coverage * len(risk), 9))) - 1])

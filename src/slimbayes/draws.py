@@ -259,11 +259,11 @@ def draw_flat(
     components, ids = _active_components(unwrap(model), record, flat.leaves, seed)
     draws = components * samples
     now = Draw(components, samples, flat.batch, noise, seed, first_sample, first_example, ids)
-    split = may_be_split(record, flat.leaves, flat.tiled, now)
+    shared = may_be_split(record, flat.leaves, flat.tiled, now)
     # Without gradients only: torch's own backward passes may depend on how often a row occurs.
     if (
         draws > 1
-        and not split
+        and not shared
         and fast.paths.late
         and not torch.is_grad_enabled()
         and (evaluated or not unwrap(model).training)
@@ -272,6 +272,8 @@ def draw_flat(
         if found:
             return _unfold(output, draws, flat.batch)
     output = _pass(model, record, flat, now, draws, ahead)
+    if shared:
+        _verify_unsplit(model, record, flat, now, shared)
     if ahead is not None and ahead.only_patches and now.settled is not None:
         ahead.lane = flat
     return _unfold(output, draws, flat.batch)
@@ -290,8 +292,6 @@ def _pass(
     if check_rows:
         _verify_rows(model, now, flat)
         record.rows_checked = True
-    if split:
-        _verify_unsplit(model, record, flat, now, split)
     _keep_mixing(record, now)
     return output
 

@@ -216,7 +216,6 @@ def test_bfloat16_trains():
     assert next(model.parameters()).dtype is torch.float32
 
 
-@pytest.mark.oldest
 @pytest.mark.uncounted
 @pytest.mark.slow
 def test_compiled_steps_give_the_same_losses():

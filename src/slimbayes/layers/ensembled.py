@@ -55,7 +55,8 @@ class Ensembled(nn.Module):
             tensors: dict[str, Tensor], member_args: tuple[Any, ...], member_kwargs: dict[str, Any]
         ) -> Any:
             own = {f"module.{name}": value for name, value in tensors.items()}
-            own |= {f"module.{place}": tensors[name] for place, name in self._tied}
+            # Not by |=, which the compiler of torch 2.6 does not know for dicts.
+            own.update({f"module.{place}": tensors[name] for place, name in self._tied})
             # torch's own search for ties leaves a module that has two names with the member's tensors.
             return functional_call(self._member[0], own, member_args, member_kwargs, tie_weights=False)
 

@@ -362,7 +362,7 @@ class Run:
             if self.skips.total == 1:
                 text = why(self, number, row)  # in all processes, which tell each other
                 if self.fabric.is_global_zero:
-                    warnings.warn(f"left out: {text}", stacklevel=5)  # who called fit
+                    warnings.warn(f"left out: {text}", stacklevel=6)  # who called fit
         made = figures[figures[:, 3] == 1]
         self.sums[:3] += made[:, :3].sum(0)
         self.sums[3] += len(made)

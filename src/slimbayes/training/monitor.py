@@ -87,7 +87,7 @@ def warn_of_collapse(rows: list[Row], start: Row) -> None:
         f"KL begin, or reach its full weight, only when the learning rate has fallen (kl_start=0.4, kl_annealing=0.8 "
         f"with schedule='steps'), average it over components (kl_reduction='mean'), or widen the prior, say to "
         f"prior=Normal(1, 0.5). For optimizer='sgd' slimbayes.training.predicted_spread says what each will do",
-        stacklevel=6,  # who called fit
+        stacklevel=7,  # who called fit
     )
 
 

@@ -105,6 +105,9 @@ def far(found: dict[str, Any]) -> str:
     """Confidence far from the data."""
     keys = ("confidence_1", "confidence_10", "confidence_100", "information_auroc")
     rows = [[name, *(f"{row[key]:.3f}" for key in keys)] for name, row in found["shift"]["methods"].items()]
+    for row in rows:
+        if row[0] == "Deterministic":
+            row[-1] = ""  # one draw has no mutual information
     return _table(["method", "x as it is", "10 x", "100 x", "AUROC of mutual information, x or 100 x"], rows)
 
 

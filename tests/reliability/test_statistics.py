@@ -193,6 +193,13 @@ def test_the_error_of_few_draws():
     assert failing.few_draws(model, repeats=2, sizes=(1,))[0]["information"] == pytest.approx(0.0, abs=1e-9)
 
 
+def test_distance_finds_far_inputs():
+    """As docs/trust.md says: 100 x, told from x by the distance to the nearest training input."""
+    train, new = failing.moons(200, seed=0)[0], failing.moons(1000, seed=1)[0]
+    near, far = (torch.cdist(points, train).min(1).values for points in (new, 100 * new))
+    assert (far <= near.max()).double().mean() < 0.005
+
+
 # ---- the file and the page -------------------------------------------------------------------------------
 
 
@@ -230,6 +237,14 @@ def test_what_the_page_says_in_words(document):
     for name, row in found["gap"].items():
         if name not in ("HMC, the same network", "exact, infinitely wide"):
             assert row["gap"] < exact["gap"], name  # "no method here is as unsure in the gap"
+    for name in ("MeanField", "KTied(rank=2)", "MCDropout(0.1)", "DropConnect(0.1)"):
+        assert found["gap"][name]["gap"] < found["gap"][name]["data"], (
+            name
+        )  # "less unsure in it than at the data"
+    nearest = max(failing.gap_methods(), key=lambda name: found["gap"][name]["gap"])
+    assert nearest == "BatchEnsemble(K=4)" and found["gap"][nearest]["outside"] < 0.3 * exact["outside"]
+    assert max(found["gap"]["DeepEnsemble(4)"][key] for key in ("data", "gap", "outside")) < 0.05
+    assert exact["rhat"] > 1.01  # "nearly and not perfectly"
     wrong = {name: row["coverage_90"] for name, row in found["coverage"]["wrong"].items()}
     worst = sorted(wrong, key=wrong.get)[:2]
     assert set(worst) == {"prior 10 times as narrow", "seven more cosines than the model has"}
@@ -240,6 +255,11 @@ def test_what_the_page_says_in_words(document):
     assert learned["coverage_90"] < found["coverage"]["right"]["MeanField"]["coverage_90"]
     ensemble = found["logistic"]["methods"]["DeepEnsemble(4)"]
     assert max(ensemble["sd_ratio"]) < 1e-3  # "no spread at all here"
+    methods = {name: row for name, row in found["shift"]["methods"].items() if name != "Deterministic"}
+    better = {name for name, row in methods.items() if row["information_auroc"] > 0.5}
+    assert better == {"MeanField", "KTied(rank=2)"}  # "better than chance", and "the least accurate"
+    for column in ("accuracy_clean", "confidence_1"):
+        assert set(sorted(methods, key=lambda name: methods[name][column])[:2]) == better
     for row in found["shift"]["methods"].values():
         assert row["ece_rotated"] > 2 * row["ece_clean"]  # "none is calibrated under a shift of this size"
     draws = {row["draws"]: row for row in found["shift"]["draws"]}

@@ -13,6 +13,8 @@ from slimbayes.data.archives import lines, unpack
 from slimbayes.data.images import read_idx
 from slimbayes.data.records.csvs import read_pieces
 
+CLAIMS = ("a shape of 2^60", "a shape of 2^33 rows", "a negative shape")
+
 
 @pytest.mark.parametrize("case", [
     "pickled inputs", "pickled classes", "a pickle as a member", "a shape of 2^60", "a shape of 2^33 rows",
@@ -22,7 +24,9 @@ from slimbayes.data.records.csvs import read_pieces
 def test_hostile_archives(case, tmp_path, monkeypatch):
     monkeypatch.setattr(attacks, "BOMB", 1)
     (tmp_path / "a.npz").write_bytes(attacks.archives(tmp_path / "canary")[case])
-    with pytest.raises(DataError, match=r"a\.npz"):
+    # Refused by what it claims, before memory is taken for that.
+    message = r"a\.npz: '\w+\.npy' claims" if case in CLAIMS else r"a\.npz"
+    with pytest.raises(DataError, match=message):
         load(tmp_path / "a.npz")
     assert not (tmp_path / "canary").exists()
 

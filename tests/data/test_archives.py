@@ -31,6 +31,18 @@ def test_hostile_archives(case, tmp_path, monkeypatch):
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_text_of_numbers_that_are_no_characters(order, tmp_path):
+    rows = {"inputs": np.zeros((4, 2)), "targets": np.array([0, 1, 0, 1])}
+    names = np.array(["a", "bc\U0010ffff"]).astype(f"{order}U3")
+    np.savez(tmp_path / "a.npz", **rows, classes=names)
+    assert load(tmp_path / "a.npz").classes == ("a", "bc\U0010ffff")
+    damaged = np.frombuffer(bytes(range(200, 224)), f"{order}U3")
+    np.savez(tmp_path / "a.npz", **rows, classes=damaged)
+    with pytest.raises(DataError, match=r"a\.npz: 'classes' is text with numbers"):
+        load(tmp_path / "a.npz")
+
+
 def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "LARGEST_ANYWAY", 1 << 20)
     inputs, targets = np.zeros((1 << 19, 1), np.float32), np.arange(1 << 19) % 2

@@ -1,7 +1,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test tests test-oldest oldest lint typecheck coverage bench bench-peers docs wheel clean
+.PHONY: help venv demo test tests reliability test-oldest oldest lint typecheck coverage bench bench-peers docs wheel clean
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -13,6 +13,7 @@ DEV := $(VENV)/.installed-dev
 PEERS := .venv-peers
 # The oldest versions that are supported: constraints-oldest.txt, on Python 3.10 where there is one.
 OLDEST := .venv-oldest
+RELIABILITY ?= faults memory health cases hostile dependencies statistics compat
 OLDEST_PYTHON ?= $(shell for each in python3.10 $(PYTHON); do if $$each -c '' 2>/dev/null; then echo $$each; break; fi; done)
 OLDEST_PACKAGES ?= torch numpy safetensors lightning PyYAML rich torchmetrics scikit-learn pytest pytest-timeout pytest-xdist setuptools
 OLDEST_TESTS ?= $(shell grep -rl --include='test_*.py' 'mark\.oldest' tests)
@@ -46,7 +47,11 @@ venv: $(DEV)  ## set up ./.venv for development
 demo: $(BASE)  ## compare methods on embedded digits: a table and one page
 	@$(BIN)/slimbayes compare
 
-test: lint typecheck tests  ## lint, types, tests and doctests
+# Types beside the tests: mypy keeps one core busy for most of a minute, and the tests do not fill the first.
+test: lint  ## lint, types, tests and doctests
+	@$(MAKE) --no-print-directory typecheck >$(VENV)/types.log 2>&1 & types=$$!; \
+		status=0; $(MAKE) --no-print-directory tests || status=$$?; \
+		wait $$types || status=1; cat $(VENV)/types.log; exit $$status
 
 tests: $(DEV)  ## tests and doctests alone
 	$(PYTEST) $(PYTEST_ARGS)
@@ -69,6 +74,12 @@ lint: $(DEV)  ## ruff: rules and format
 
 typecheck: $(DEV)  ## mypy, strict
 	$(BIN)/mypy
+
+reliability: $(DEV)  ## measure again what docs/reliability.md says: hours; one part: python -m reliability.PART
+	@for part in $(RELIABILITY); do \
+		echo "$$part"; OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m reliability.$$part || exit 1; done
+	PYTHONPATH=src:. $(BIN)/python -m reliability.fuzz all $$($(BIN)/python -c 'import atheris' 2>/dev/null || echo --plain)
+	$(BIN)/python docs/generate.py
 
 coverage: $(DEV)  ## tests with a coverage page in htmlcov/, and its threshold
 	$(PYTEST) --cov --cov-report=term --cov-report=html $(PYTEST_ARGS)

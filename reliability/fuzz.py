@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -149,6 +150,7 @@ def guided(name: str, seconds: float, seed: int) -> dict[str, Any]:
             [*words, "--child", place], capture_output=True, text=True, errors="replace", check=False
         )
         took = time.monotonic() - start
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
         log = done.stderr
         report = json.loads((folder / "report.json").read_text()) if (folder / "report.json").exists() else {}
         findings = dict(report.get("findings", {}))
@@ -171,6 +173,7 @@ def guided(name: str, seconds: float, seed: int) -> dict[str, Any]:
     return {
         "engine": "atheris", "executions": int(stats.get("number_of_executed_units", report.get("executions", 0))),
         "accepted": report.get("accepted", 0), "seconds": round(took, 1),
+        "processor_seconds": round(used.ru_utime + used.ru_stime, 1),
         "peak_rss_mb": int(stats.get("peak_rss_mb", 0)),
         "coverage": int(features[-1][0]) if features else 0, "features": int(features[-1][1]) if features else 0,
         "slowest_s": int(stats.get("slowest_unit_time_sec", 0)), "findings": findings,

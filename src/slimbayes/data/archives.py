@@ -81,6 +81,15 @@ def _check_claim(path: Path, info: zipfile.ZipInfo, member: IO[bytes]) -> None:
         )
 
 
+def check_text(path: Path, name: str, array: np.ndarray[Any, Any]) -> None:
+    """Raise a DataError for text whose numbers are no characters: NumPy takes them, and Python fails on them later."""
+    if array.dtype.kind != "U" or array.dtype.itemsize == 0 or array.size == 0:
+        return
+    numbers = np.ascontiguousarray(array).view(np.dtype(np.uint32).newbyteorder(array.dtype.byteorder))
+    if int(numbers.max()) > 0x10FFFF:
+        raise DataError(f"{path}: {name!r} is text with numbers that are no characters: the file is damaged")
+
+
 def unpack(raw: bytes, path: Path) -> bytes:
     """The content of gzipped bytes; a DataError where they are damaged or unpack without measure.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimbayes import extras
-from slimbayes.data.archives import check_archive
+from slimbayes.data.archives import check_archive, check_text
 from slimbayes.data.base import DataError
 from slimbayes.files import shortened
 from slimbayes.keyed import layer_key, philox
@@ -77,7 +77,10 @@ def read_npz(path: Path, keys: tuple[str, ...]) -> dict[str, np.ndarray[Any, Any
                 raise DataError(
                     f"{path}: no array {', '.join(map(repr, absent))}; it has {shortened(', '.join(archive.files))}"
                 )
-            return {key: archive[key] for key in keys}
+            arrays = {key: archive[key] for key in keys}
+        for key, array in arrays.items():
+            check_text(path, key, array)
+        return arrays
     except DataError:
         raise
     except Exception as error:  # zipfile and numpy raise a dozen types for damaged files

@@ -253,3 +253,39 @@ def test_options_are_what_a_file_can_hold():
     with pytest.raises(ValueError, match="rate must be at least 0"):
         sb.MCDropout(rate=torch.tensor(0.1))
     assert json.dumps(sb.MCDropout(rate=0.1).rate) == "0.1"
+
+
+def test_learned_mixing_reaches_the_statistics_of_its_components():
+    """The mean of the components' statistics has a gradient, which torch's own kernel refuses."""
+    torch.manual_seed(0)
+    method = sb.EMP(components=3, patch="norm", learn_mixing=True, init_noise=0.5, own_statistics=True)
+    model = sb.bayesianize(nn.Sequential(nn.BatchNorm2d(2)), method).double().eval()
+    model[0].running_mean.normal_()
+    model[0].running_var.uniform_(0.5, 2.0)
+    logits = next(p for name, p in model.named_parameters() if name.endswith("logits"))
+    logits.data.normal_()
+    x = torch.randn(4, 2, 3, 3, dtype=torch.float64)
+    with torch.no_grad():
+        expected = sb.draw(model, x, noise="mean")
+    found = sb.draw(model, x, noise="mean")
+    assert torch.allclose(found, expected, atol=1e-12)
+
+    def loss(values):
+        return (
+            torch.func.functional_call(_Mean(model), {f"model.{_name(model)}": values}, (x,)).square().sum()
+        )
+
+    assert torch.autograd.gradcheck(loss, (logits.detach().clone().requires_grad_(),))
+
+
+class _Mean(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return sb.draw(self.model, x, noise="mean")
+
+
+def _name(model):
+    return next(name for name, _ in model.named_parameters() if name.endswith("logits"))

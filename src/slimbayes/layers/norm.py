@@ -117,7 +117,13 @@ class _BatchNorm(_ChannelNorm, Normalizing):
         if self.training:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, self.eps)
         mean, variance = ((probs[:, None] * b).sum(0) for b in (self.running_mean, self.running_var))
-        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
+        if not mean.requires_grad:
+            return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
+        # Learned mixing reaches the statistics too, of which torch's kernel has no gradient.
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        scale = weight * (variance + self.eps).rsqrt()  # [C]
+        shift = -mean * scale if bias is None else bias - mean * scale
+        return torch.addcmul(shift.reshape(shape), x, scale.reshape(shape)).to(x.dtype)
 
     def _count(self, index: Tensor) -> None:
         """A batch more for every component that is drawn, once however many draws it has."""

@@ -116,8 +116,8 @@ def _loops(text: str) -> list[int]:
 def shapes_of(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in a safetensors file, by its header; without room for them it is a ValueError.
 
-    >>> import slimbayes as sb, tempfile
-    >>> file = Path(tempfile.mkdtemp()) / "net.safetensors"
+    >>> import slimbayes as sb, pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "net.safetensors"
     >>> sb.save(sb.bayesianize(nn.Linear(3, 2), sb.Deterministic()), file)
     >>> sorted(shapes_of(file).items())
     [('bias', (2,)), ('weight', (2, 3))]

@@ -24,7 +24,7 @@ from slimbayes.files import shortened
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # Pillow goes by content, and for some others starts another program
-MOST_CLASSES = 1 << 24
+MOST_CLASSES = 1 << 22
 _LABEL = 100  # bytes of a .cls member
 OnError = Literal["raise", "skip"]
 Resample = Literal["bilinear", "bicubic"]

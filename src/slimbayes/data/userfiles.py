@@ -16,7 +16,7 @@ from slimbayes.data.inputs import finite, read_image
 from slimbayes.data.streams import ImageTree
 
 _MOST_BYTES = 8 << 30
-MOST_CLASSES = 1 << 24
+MOST_CLASSES = 1 << 22
 
 
 def load_npz(path: Path, task: Task | None = None, test: float | str = 0.2, seed: int = 0) -> Dataset:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import shutil
 
 import pytest
@@ -337,6 +338,10 @@ def test_aot_eager():
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler"
+)
+@pytest.mark.skipif(
+    os.environ.get("SLIMBAYES_COMPILE_ALL") != "1",
+    reason="a quarter of a minute of inductor: set SLIMBAYES_COMPILE_ALL=1 (test_matrix.py has its case in every run)",
 )
 def test_inductor():
     """Without spread, by sb.compile: the step of a BatchEnsemble."""

@@ -7,16 +7,14 @@ changes nothing and fails where the page is out of date, a licence is unknown, o
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-try:
-    import tomllib
-except ImportError:  # Python 3.10
-    from pip._vendor import tomli as tomllib
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli")
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"

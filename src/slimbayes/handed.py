@@ -74,8 +74,9 @@ def explain(error: Exception, leaves: list[Any], tiled: set[int], now: Draw) -> 
         f"This was a draw of {now.components} components x {now.samples} samples of {now.batch} examples, the first "
         f"dimension of the first input: the batch comes first, and is repeated. The network got {'; '.join(given)}."
     )
-    if hasattr(error, "add_note"):
-        error.add_note(note)
+    add = getattr(error, "add_note", None)
+    if add is not None:
+        add(note)
     elif error.args and isinstance(error.args[0], str):  # Python 3.10
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 

@@ -217,6 +217,10 @@ def test_the_worker_writes_its_cells(tmp_path, monkeypatch, capsys):
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler"
 )
+@pytest.mark.skipif(
+    os.environ.get("SLIMBAYES_COMPILE_ALL") != "1",
+    reason="a quarter of a minute of inductor: set SLIMBAYES_COMPILE_ALL=1 (test_matrix.py has its case in every run)",
+)
 def test_inductor():
     import torch._dynamo
     import torch._inductor.config

@@ -226,9 +226,9 @@ def read_config(kind: type[Config], path: Path, base: Config | None = None) -> C
 
 def read_yaml(text: str, name: str) -> Any:
     """Plain values from YAML; what is no YAML, or grows beyond measure by its aliases, is a ConfigError."""
-    yaml, loader = _yaml(), yaml_loader()  # whose absence is no fault of the text
+    yaml = _yaml()  # whose absence is no fault of the text
     try:
-        values = yaml.load(text, loader)
+        values = yaml.load(text, yaml_loader())
     except (
         Exception
     ) as error:  # of a hostile text PyYAML's constructors raise a dozen types, RecursionError too

@@ -14,7 +14,7 @@ from slimbayes.specs import parse_method
 KTIED = """table1 figure3 figure4 table2 figure5 table3 figure6 figure7 table4 table5 figure9 figure10 figure11
     figure12 local by-elbo time compress tuning"""
 RANK1 = """figure1 figure2 figure3 figure4 figure-v1-5 figure5 figure6 figure7 figure9 figure10 figure11 figure12
-    table1 table2 table3 table4 table5 table6 table7 table8 theorem1 collapse tuning ood"""
+    table1 table2 table3 table4 table5 table6 table7 table8 theorem1 collapse tuning shared ood"""
 EMP = """figure1 table1 figure3 table3 table4 figure4 figure7 table5 table7 table8 table6 figure5 figure6 table9
     table10 table11 table12 table13 extras"""
 ITEMS = [
@@ -24,7 +24,7 @@ ITEMS = [
 ]
 BEYOND = {
     "ktied/local", "ktied/by-elbo", "ktied/time", "ktied/compress", "ktied/tuning", "rank1/collapse", "rank1/tuning",
-    "rank1/ood", "emp/extras",
+    "rank1/shared", "rank1/ood", "emp/extras",
 }  # fmt: skip
 SETTINGS = [(entry, setting) for entry in ENTRIES.values() for setting in entry.settings]
 # What a setting may hold beside the fields of sb.Training

@@ -26,6 +26,7 @@ from slimbayes.experiments.rank1_recipes import (
     MAIN,
     MORE,
     SAME,
+    SHARED,
     SHORT,
     SIZES,
     TUNING,
@@ -34,7 +35,7 @@ from slimbayes.experiments.rank1_recipes import (
     recipe,
     rows_of,
 )
-from slimbayes.experiments.rank1_settings import SHORT_CAUCHY_RATE
+from slimbayes.experiments.rank1_settings import Chosen, gaussian_cifar, short
 from slimbayes.experiments.running import reproduce
 from slimbayes.experiments.session import Session
 from slimbayes.record import converted_layers
@@ -79,13 +80,17 @@ def test_schedules_keep_the_papers_proportions(scale):
         for label, row in rows_of(setting).items():
             training, paper = recipe(session, setting, label).training, row.setting.training
             size, few = SIZES[setting, scale], paper["batch_size"]
-            if size.equal and few == 512:  # baselines, as rank-1 networks
+            if size.split is not None:
+                few = 512
+            elif size.equal and few == 512:  # baselines, as rank-1 networks
                 few = 128
             assert training.epochs == round(size.share * (250 if size.equal else paper["epochs"])), label
             members = 4 if label.startswith("Ensemble") else 1
             assert training.milestones == tuple(paper["milestones"])
-            rate = paper["lr"] * few / paper["batch_size"]
-            penalty = 5e-4 if size.short and label != "MFVI BNN" else paper["l2"]
+            rate = size.split or paper["lr"] * few / paper["batch_size"]
+            searched = size.chosen is not None and label != "MFVI BNN"
+            penalty = size.chosen.l2 if searched else paper["l2"]
+            assert training.schedule == ((searched and size.chosen.schedule) or "steps")
             assert (training.l2 * members, training.lr / members) == pytest.approx((penalty, rate))
             assert training.batch_size == few
             assert training.kl_annealing == paper.get("kl_annealing", sb.Training().kl_annealing)
@@ -111,21 +116,54 @@ def test_the_search_tries_every_method_with_the_same_penalties():
 @pytest.mark.parametrize("setting", [MAIN, MORE, WIDE, SHORT])
 def test_short_schedules_take_what_the_search_chose(setting):
     session = Session("gpu", "work")
+    chosen = SIZES[setting, "gpu"].chosen
+    assert (chosen.search == "rank1/tuning") == (setting == MAIN)
     labels = {job.label for job in jobs_of(session, setting)}
-    if setting == SHORT:  # of which Figures 2 and 3 are made
-        labels &= {GAUSSIAN, "r (outputs)", "s (inputs)", "K = 1", "K = 16", "K = 16, 4 per step"}
-        assert len(labels) == 6
+    assert setting != SHORT or len(labels) == 8  # of which Figures 2 and 3 and Table 8 are made
     for label in labels:
         ours = sb.specs.parse_method(recipe(session, setting, label).method)
         paper = sb.specs.parse_method(rows_of(setting)[label].method)
         changed = {}
         if label == CAUCHY:
-            changed = {"dropout_rate": float(SHORT_CAUCHY_RATE)}
-        elif setting == WIDE and label == GAUSSIAN:  # more noise, and the paper's own KL
-            changed = {"dropout_rate": 0.05}
+            changed = {"dropout_rate": float(chosen.heavy_rate)}
+            changed |= {"kl_reduction": "mean"} if chosen.heavy_options else {}
         elif isinstance(paper, sb.Rank1):
-            changed = {"dropout_rate": 1e-2, "kl_reduction": "mean"}
+            changed = {"dropout_rate": chosen.rate}
+            changed |= {"kl_reduction": "mean"} if chosen.options else {}
         assert ours == dataclasses.replace(paper, **changed), label  # nothing else
+
+
+def test_a_search_may_choose_every_value_of_a_gaussian():
+    chosen = Chosen("x", 1e-3, 0.2, "1e-4", schedule="cosine", distance=0.3)
+    made = short(gaussian_cifar(100), chosen)
+    method, before = (sb.specs.parse_method(s.methods[GAUSSIAN]) for s in (made, gaussian_cifar(100)))
+    assert method == dataclasses.replace(before, random_sign_init=-0.3, dropout_rate=0.2)
+    kept = {name: value for name, value in made.training.items() if name not in ("l2", "schedule")}
+    assert kept.items() <= gaussian_cifar(100).training.items()
+    assert (made.training["l2"], made.training["schedule"]) == (1e-3, "cosine")
+
+
+def test_the_search_of_shared_batches_changes_one_thing_at_a_time():
+    session = Session("gpu", "work")
+    found = {job.label: recipe(session, SHARED, job.label) for job in jobs_of(session, SHARED)}
+    assert len(found) == 13 and {made.training.batch_size for made in found.values()} == {512}
+    assert {made.training.lr for made in found.values()} == {0.2}
+    middle, base = (
+        found[f"{GAUSSIAN}, p = 0.03"],
+        sb.specs.parse_method(found[f"{GAUSSIAN}, p = 0.03"].method),
+    )
+    for label, change in {"p = 0.1": {"dropout_rate": 0.1}, "p = 0.03, KL summed": {"kl_reduction": "sum"},
+                          "p = 0.03, close": {"random_sign_init": -0.2}}.items():  # fmt: skip
+        other = found[f"{GAUSSIAN}, {label}"]
+        assert sb.specs.parse_method(other.method) == dataclasses.replace(base, **change)
+        assert other.training == middle.training
+    light = found[f"{GAUSSIAN}, p = 0.03, l2 = 0.00025"]
+    assert light.method == middle.method
+    assert light.training == dataclasses.replace(middle.training, l2=2.5e-4)
+    one, other = found[f"{GAUSSIAN}, p = 0.01"], found[f"{GAUSSIAN}, p = 0.01, steps"]
+    assert other.method == one.method
+    assert other.training == dataclasses.replace(one.training, schedule="steps")
+    assert one.training.schedule == "cosine"
 
 
 def test_networks_of_equal_parameters_at_gpu_scale():

@@ -173,6 +173,12 @@ _OURS = (
         errata=tables.CIFAR_ERRATA, beyond=True,
     ),
     Experiment(
+        "rank1/shared", "Beyond: shared batches", "What components that share each batch want, on held-out images",
+        "Ours: schedules of the learning rate, first scales and distances of the factors and penalties where an image "
+        "is seen by one component alone, so that an epoch costs what a plain network's does.",
+        settings.shared(), ("nll", "accuracy", "ece", "spread", "scale"), errata=tables.CIFAR_ERRATA, beyond=True,
+    ),
+    Experiment(
         "rank1/ood", "Beyond: foreign images", "House numbers told from CIFAR-10",
         "Ours: the AUROC of a prediction's entropy and of its mutual information for telling SVHN from CIFAR-10.",
         settings.cifar(10), ("auroc_entropy", "auroc_mutual_information"), errata=tables.CIFAR_ERRATA, beyond=True,

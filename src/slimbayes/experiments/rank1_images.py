@@ -32,6 +32,7 @@ from slimbayes.experiments.rank1_recipes import (
     MAIN,
     MORE,
     SETTINGS,
+    SHARED,
     SHORT,
     TUNING,
     WIDE,
@@ -300,7 +301,7 @@ RUNNERS: dict[str, Runner] = {
     "rank1/table2": _runner(functools.partial(main_table, "rank1/table2"), MAIN, WIDE),
     "rank1/table3": _runner(functools.partial(main_table, "rank1/table3"), MORE),
     "rank1/table8": _runner(
-        table8, MAIN, labels=(GAUSSIAN, "Ensemble 4×WRN-28-5", "Ensemble 4×WRN-28-10")
+        table8, MAIN, SHORT, labels=(GAUSSIAN, "Ensemble 4×WRN-28-5", "Ensemble 4×WRN-28-10")
     ),
     "rank1/figure2": _runner(figure2, ABLATIONS, SHORT, labels=("r (outputs)", "s (inputs)", "both")),
     "rank1/figure3": _ablation(
@@ -321,5 +322,6 @@ RUNNERS: dict[str, Runner] = {
     "rank1/figure11": _runner(functools.partial(severities, "median"), MORE),
     "rank1/collapse": _runner(collapse, ABLATIONS, labels=COLLAPSE),
     "rank1/tuning": _runner(tuning, TUNING),
+    "rank1/shared": _runner(tuning, SHARED),
     "rank1/ood": _runner(ood, MAIN),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from slimbayes.experiments.rank1_recipes import (
     GAUSSIAN,
     MAIN,
     MORE,
+    SHORT,
     WIDE,
     data_of,
     prepare,
@@ -173,13 +174,11 @@ def measure(session: Session, job: Job) -> float:
     on_corrupted(session, found, job)
     if job.setting == MAIN:
         foreign(session, found, job)
-    if (job.setting, job.label) == (WIDE, GAUSSIAN):
+    if job.label == GAUSSIAN and job.setting in (MAIN, SHORT, WIDE):
         for count in by_samples(session):
             clean(session, found, job, count)
-    if (job.setting, job.label) == (MAIN, GAUSSIAN):
-        for count in by_samples(session):
-            clean(session, found, job, count)
-            on_corrupted(session, found, job, count)
+            if job.setting != WIDE:
+                on_corrupted(session, found, job, count)
     return found.seconds
 
 

@@ -20,8 +20,9 @@ from slimbayes.specs import parse_method
 from slimbayes.training import Training
 
 MAIN, MORE, ABLATIONS, WIDE = "cifar10", "cifar100", "cifar10-ablations", "cifar10-wide"
-TUNING, SHORT = "cifar10-tuning", "cifar10-short"  # a search, and ablations with what it chose
-DATA = {setting: "cifar10" for setting in (MAIN, ABLATIONS, WIDE, TUNING, SHORT)} | {MORE: "cifar100"}
+TUNING, SHARED = "cifar10-tuning", "cifar10-shared"  # searches on held-out images
+SHORT = "cifar10-short"  # ablations with what the second one chose
+DATA = {setting: "cifar10" for setting in (MAIN, ABLATIONS, WIDE, TUNING, SHARED, SHORT)} | {MORE: "cifar100"}
 GAUSSIAN, CAUCHY = settings.GAUSSIAN, settings.CAUCHY
 DETERMINISTIC, BATCH_ENSEMBLE = "Deterministic", "BatchEnsemble"
 PAD = 2
@@ -71,7 +72,12 @@ def rows_of(setting: str) -> Mapping[str, Row]:
     if setting == SHORT:
         return rows_of(ABLATIONS)
     if setting != ABLATIONS:
-        entries = {IMAGENET: "rank1/table1", MORE: "rank1/table3", TUNING: "rank1/tuning"}
+        entries = {
+            IMAGENET: "rank1/table1",
+            MORE: "rank1/table3",
+            TUNING: "rank1/tuning",
+            SHARED: "rank1/shared",
+        }
         return _rows(entries.get(setting, "rank1/table2"))
     main = rows_of(MAIN)
     found = {label: main[label] for label in (GAUSSIAN, CAUCHY, BATCH_ENSEMBLE, DETERMINISTIC)}
@@ -99,9 +105,8 @@ class Size:
     probes: int = 20  # looks at a network while it trains
     held_out: int = 0  # training images that are not trained on
     equal: bool = False  # whether all rows take the epochs, and the images a step, of rank-1 networks
-    short: bool = False  # whether rows take what a search for short schedules chose
+    chosen: settings.Chosen | None = None  # what a search chose for short schedules; None: the paper's values
     pad: int = PAD  # pixels on each side before images are cropped
-    rate: float | None = None  # at which the search's Gaussians begin; None: what it chose
     split: float | None = None  # the rate of steps of 512 images, which components share: all rows take it
 
 
@@ -113,12 +118,17 @@ def _narrow(depth: int, width: int, half: int) -> dict[str, str]:
 
 
 _TWO = ("Deterministic, l2 = 0.0002", "Rank-1 Gaussian, l2 = 0.0005, KL averaged, p = 0.01")
+_ABLATED = (
+    GAUSSIAN, "r (outputs)", "s (inputs)", "K = 1", "K = 2", "K = 8", "K = 16", "K = 16, 4 per step",
+)  # fmt: skip
+_TRIED = (DETERMINISTIC, "Rank-1 Gaussian, p = 0.03")
 _FOUR = (DETERMINISTIC, BATCH_ENSEMBLE, GAUSSIAN, CAUCHY)
 _SMOKE = Size(
     0.0, 1, 20, _narrow(10, 1, 1), "digits", chunk=1_000, probed=30, most_samples=2, steps=4, probes=2
 )
 _DESK = Size(0.04, 1, 200, _narrow(10, 2, 1), chunk=1_000, probed=500)
 _GPU = Size(0.08, 3, 1_000, _narrow(16, 4, 2), chunk=10_000, probed=1_000)
+_SPLIT = replace(_GPU, chosen=settings.SHARED, pad=4, split=0.2)
 
 
 def _held_out(size: Size) -> Size:
@@ -129,11 +139,11 @@ def _held_out(size: Size) -> Size:
 SIZES: dict[tuple[str, str], Size] = {
     (MAIN, "smoke"): _SMOKE,
     (MAIN, "desk"): _DESK,
-    (MAIN, "gpu"): replace(_GPU, share=0.1, equal=True, short=True),
+    (MAIN, "gpu"): replace(_GPU, share=0.1, equal=True, chosen=settings.TUNED),
     (MAIN, "paper"): Size(1.0, 10, 10_000),
     (MORE, "smoke"): replace(_SMOKE, rows=_FOUR),
     (MORE, "desk"): replace(_DESK, rows=_FOUR),
-    (MORE, "gpu"): replace(_GPU, share=0.1, rows=_FOUR, equal=True, short=True),
+    (MORE, "gpu"): replace(_SPLIT, share=0.12, rows=_FOUR, equal=True),
     (MORE, "paper"): Size(1.0, 10, 10_000),
     (ABLATIONS, "smoke"): _SMOKE,
     (ABLATIONS, "desk"): _DESK,
@@ -143,17 +153,13 @@ SIZES: dict[tuple[str, str], Size] = {
     (TUNING, "desk"): _held_out(_DESK),
     (TUNING, "gpu"): _held_out(replace(_GPU, networks=_narrow(16, 2, 1))),
     (TUNING, "paper"): _held_out(Size(1.0, 1, 0)),
-    (SHORT, "gpu"): replace(_GPU, networks=_narrow(16, 2, 1), short=True),
+    (SHARED, "smoke"): replace(_SMOKE, held_out=100, equal=True, split=0.2, rows=_TRIED),
+    (SHARED, "desk"): _held_out(replace(_DESK, split=0.2)),
+    (SHARED, "gpu"): _held_out(replace(_SPLIT, share=0.08, chosen=None)),
+    (SHARED, "paper"): _held_out(Size(1.0, 1, 0, split=0.2)),
+    (SHORT, "gpu"): replace(_SPLIT, share=0.12, networks=_narrow(16, 2, 1), equal=True, rows=_ABLATED),
     (WIDE, "gpu"): replace(
-        _GPU,
-        share=0.44,
-        seeds=1,
-        networks={},
-        rows=(DETERMINISTIC, GAUSSIAN),
-        short=True,
-        pad=4,
-        rate=0.05,
-        split=0.2,
+        _SPLIT, share=0.56, seeds=1, networks={}, rows=(DETERMINISTIC, GAUSSIAN), chosen=settings.WIDE
     ),  # the paper's own
 }
 SETTINGS = tuple(dict.fromkeys(setting for setting, _ in SIZES))
@@ -172,9 +178,10 @@ def row_of(setting: str, scale: str, label: str) -> Row:
     [0.0003, 0.0005]
     """
     row = rows_of(setting)[label]
-    if not size_of(setting, scale).short:
+    found = size_of(setting, scale).chosen
+    if found is None:
         return row
-    chosen = settings.short(row.setting, size_of(setting, scale).rate)
+    chosen = settings.short(row.setting, found)
     return replace(row, setting=chosen, method=chosen.methods[label])
 
 
@@ -207,7 +214,7 @@ def epochs_of(setting: str, scale: str, label: str) -> int:
     """The paper's epochs in the proportion of the scale; those of rank-1 networks for all where rows are equal.
 
     >>> [epochs_of(setting, "gpu", "Deterministic") for setting in ("cifar10", "cifar10-wide")]
-    [25, 88]
+    [25, 112]
     """
     size, paper = size_of(setting, scale), rows_of(setting)[label].setting.training
     epochs: int = _LIKE["epochs"] if size.equal else paper["epochs"]
@@ -254,8 +261,9 @@ def split_options(row: Row, lr: float) -> dict[str, Any]:
     >>> split_options(rows_of("cifar10")["Deterministic"], 0.2)
     {'lr': 0.2}
     """
-    if getattr(parse_method(row.method), "components", 1) == 1:
-        return {"lr": lr}
+    method = parse_method(row.method)
+    if getattr(method, "components", 1) == 1:
+        return {"lr": lr * getattr(method, "members", 1)}  # see training_of
     paper = row.setting.training
     multiplier = paper["factor_lr_multiplier"] * paper["lr"] / lr
     return {"lr": lr, "split_batch": True, "factor_lr_multiplier": multiplier}
@@ -297,6 +305,7 @@ def jobs_of(session: Session, setting: str, labels: tuple[str, ...] = ()) -> lis
         return []
     size = size_of(setting, session.scale)
     wanted = dict.fromkeys(SAME.get(label, label) for label in labels) or rows_of(setting)
-    chosen = [label for label in wanted if not size.rows or label in size.rows]
+    known = size.rows or tuple(rows_of(setting))
+    chosen = [label for label in wanted if label in known]
     seeds = session.seeds or size.seeds
     return [Job(setting, label, seed) for seed in range(seeds) for label in chosen]

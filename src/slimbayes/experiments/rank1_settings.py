@@ -5,8 +5,9 @@ The values are those of its tables, and of the reference code where the two diff
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slimbayes.experiments.entry import Setting
@@ -30,6 +31,7 @@ _IMAGENET_LONG = {
 }
 
 GAUSSIAN, CAUCHY = "Rank-1 Gaussian", "Rank-1 Cauchy"
+_AVERAGED = ", kl_reduction='mean'"
 _L2 = {10: 1e-4, 100: 3e-4}
 _SIGNS = {10: -0.5, 100: -1.0}
 _CAUCHY_SCALE = {10: 0.1, 100: 0.01}
@@ -149,8 +151,7 @@ def tuned(l2: float) -> tuple[Setting, ...]:
     >>> [len(setting.methods) for setting in tuned(5e-4)]
     [1, 1, 3, 3]
     """
-    averaged = ", kl_reduction='mean'"
-    ways = (("KL summed", "", 1e-3), ("KL averaged", averaged, 1e-3), ("KL averaged", averaged, 1e-2))
+    ways = (("KL summed", "", 1e-3), ("KL averaged", _AVERAGED, 1e-3), ("KL averaged", _AVERAGED, 1e-2))
     normals = {
         f"{GAUSSIAN}, l2 = {l2:g}, {words}, p = {rate:g}": gaussian(options=option, rate=rate)
         for words, option, rate in ways
@@ -164,30 +165,83 @@ def tuned(l2: float) -> tuple[Setting, ...]:
     )
 
 
-# What `tuned` says of short schedules: of each method the lowest NLL on held-out images (rank1/tuning).
-SHORT_L2, SHORT_GAUSSIAN_RATE, SHORT_CAUCHY_RATE = 5e-4, 1e-2, "1e-10"
+@dataclass(frozen=True)
+class Chosen:
+    """What a search on held-out images chose for short schedules, where the paper's values are for long ones."""
+
+    search: str  # the entry
+    l2: float
+    rate: float  # at which Gaussians begin
+    heavy_rate: str  # at which Cauchys do
+    options: str = ""  # of Gaussians
+    heavy_options: str = ""
+    schedule: str = ""  # of the learning rate; "": the paper's steps
+    distance: float | None = None  # of Gaussian components, at first; None: the paper's
 
 
-def short(setting: Setting, rate: float | None = None) -> Setting:
+TUNED = Chosen("rank1/tuning", 5e-4, 1e-2, "1e-10", _AVERAGED)
+SHARED = Chosen("rank1/shared", 5e-4, 3e-2, "1e-10", _AVERAGED, _AVERAGED, "cosine")
+WIDE = replace(SHARED, rate=5e-2)  # of WRN-28-10, which takes more noise
+
+
+def short(setting: Setting, chosen: Chosen = TUNED) -> Setting:
     """A setting with the values that a short schedule wants: the penalty, and how rank-1 networks begin.
 
     What was not searched stays: the rates, and all of mean-field networks, whose penalty is on norms and biases alone.
-    With a ``rate`` Gaussians begin at that one, and their KL is the paper's.
 
     >>> short(gaussian_cifar()).methods["Rank-1 Gaussian"][-39:], short(baselines_cifar()[0]).training["l2"]
     ("dropout_rate=0.01, kl_reduction='mean')", 0.0005)
     """
     if "MFVI BNN" in setting.methods:
         return setting
-    chosen = f"{SHORT_GAUSSIAN_RATE:g}, kl_reduction='mean'" if rate is None else f"{rate:g}"
     begin = {
-        "dropout_rate=0.001": f"dropout_rate={chosen}",
-        "dropout_rate=1e-6": f"dropout_rate={SHORT_CAUCHY_RATE}",
+        "dropout_rate=0.001": f"dropout_rate={chosen.rate:g}{chosen.options}",
+        "dropout_rate=1e-6": f"dropout_rate={chosen.heavy_rate}{chosen.heavy_options}",
     }
     methods = dict(setting.methods)
     for papers, ours in begin.items():
         methods = {label: method.replace(papers, ours) for label, method in methods.items()}
-    return replace(setting, methods=methods, training={**setting.training, "l2": SHORT_L2})
+    if chosen.distance is not None:
+        start = f"prior=Normal(1, 0.1), random_sign_init=-{chosen.distance:g}"
+        methods = {
+            label: re.sub(r"prior=Normal\(1, 0\.1\), random_sign_init=-[\d.]+", start, method)
+            for label, method in methods.items()
+        }
+    training = {**setting.training, "l2": chosen.l2, **_schedule(chosen.schedule)}
+    return replace(setting, methods=methods, training=training)
+
+
+def shared(l2: float = 5e-4) -> tuple[Setting, ...]:
+    """What is tried on held-out images where components share each batch: schedules, noise, first distances, penalties.
+
+    >>> [list(setting.methods) for setting in shared()][:2]
+    [['Deterministic, steps'], ['Deterministic']]
+    """
+    plain, ensemble = baselines_cifar()[0], batch_ensemble_cifar()
+    rates = (1e-3, 1e-2, 3e-2, 1e-1)
+    normals = {f"{GAUSSIAN}, p = {rate:g}": gaussian(options=_AVERAGED, rate=rate) for rate in rates}
+    near = gaussian(options=_AVERAGED, rate=3e-2).replace("init=-0.5", "init=-0.2")
+    more = {f"{GAUSSIAN}, p = 0.03, KL summed": gaussian(rate=3e-2), f"{GAUSSIAN}, p = 0.03, close": near}
+    heavy = {f"{CAUCHY}, p = {rate}": cauchy(rate=f"{rate}{_AVERAGED}") for rate in ("1e-8", "1e-10")}
+    steps = {f"{GAUSSIAN}, p = 0.01, steps": normals[f"{GAUSSIAN}, p = 0.01"]}
+    light = {f"{GAUSSIAN}, p = 0.03, l2 = {l2 / 2:g}": normals[f"{GAUSSIAN}, p = 0.03"]}
+
+    def tried(setting: Setting, part: str, schedule: str = "cosine", penalty: float = l2) -> Setting:
+        values = {**setting.training, "l2": penalty, **_schedule(schedule)}
+        return replace(setting, name=f"cifar10-{part}", training=values)
+
+    return (
+        replace(tried(plain, "plain-steps", ""), methods={f"{label}, steps": m for label, m in plain.methods.items()}),
+        tried(plain, "plain"), tried(ensemble, "batchensemble"),
+        tried(rank1_cifar(steps, samples=4), "normal-steps", ""),
+        tried(rank1_cifar({**normals, **more}, samples=4), "normal"),
+        tried(rank1_cifar(light, samples=4), "normal-light", penalty=l2 / 2),
+        tried(rank1_cifar(heavy, samples=4), "cauchy"),
+    )  # fmt: skip
+
+
+def _schedule(name: str) -> dict[str, Any]:
+    return {"schedule": name} if name else {}
 
 
 def _with(setting: Setting, l2: float) -> Setting:

@@ -17,6 +17,7 @@ from slimbayes.experiments.rank1_recipes import (
     jobs_of,
     network_of,
     prepare,
+    row_of,
     rows_of,
     size_of,
 )
@@ -61,15 +62,16 @@ def deviations(session: Session, setting: str) -> list[str]:
     if size.split is not None:
         said.append(
             f"a step has {ROWS} images, each seen by one component alone (split_batch), where the paper shows every "
-            f"one of 128 images to all four. Weights learn at {size.split:g}, factors at the paper's "
-            f"{_first_rate(setting):g}; the paper's baselines learn at 0.4."
+            f"one of 128 images to all four. Weights learn at {size.split:g}, factors at the rate "
+            f"that the paper has for as many images, {_first_rate(setting):g} for four components; the paper's "
+            f"baselines learn at 0.4."
         )
     if size.pad != PAD:
         said.append(
             f"images are padded by {size.pad} pixels on each side, as the paper's text has it; its code pads by {PAD}."
         )
-    if size.short:
-        said.append(_short(labels, size.rate))
+    if size.chosen is not None:
+        said.append(_short(labels, size.chosen))
     if size.held_out:
         said.append(f"trained without the last {size.held_out:,} training images, on which all figures are.")
     elif size.corrupted < count:
@@ -89,28 +91,30 @@ def deviations(session: Session, setting: str) -> list[str]:
     return [f"{setting}: {text}" for text in said if text]
 
 
-def _short(labels: list[str], rate: float | None = None) -> str:
+def _short(labels: list[str], chosen: settings.Chosen = settings.TUNED) -> str:
     """What was chosen on held-out images, and from what.
 
     >>> _short(["Deterministic"])
-    'l2 is 0.0005 where the paper has 0.0001 to 0.0003, for rank1/tuning chose it for each of the four main methods.'
+    'l2 is 0.0005 where the paper has 0.0001 to 0.0003, as rank1/tuning chose it.'
     """
-    said = [
-        f"l2 is {settings.SHORT_L2:g} where the paper has 0.0001 to 0.0003, for rank1/tuning chose it for each of the "
-        "four main methods."
-    ]
-    if GAUSSIAN in labels and rate is not None:
-        said.append(f"Rank-1 Gaussians begin at a dropout rate of {rate:g} (the paper: 0.001).")
-    elif GAUSSIAN in labels:
+    said = [f"l2 is {chosen.l2:g} where the paper has 0.0001 to 0.0003, as {chosen.search} chose it."]
+    if chosen.schedule:
+        said.append(f"Rates fall as a {chosen.schedule} where the paper's fall in steps.")
+    if GAUSSIAN in labels:
         said.append(
-            f"Likewise rank-1 Gaussians have their KL averaged over components and begin at a dropout rate of "
-            f"{settings.SHORT_GAUSSIAN_RATE:g} (the paper: summed, 0.001)."
+            f"Rank-1 Gaussians begin at {chosen.rate:g} (the paper: 0.001){_averaged(chosen.options)}."
         )
     if CAUCHY in labels:
-        said.append(f"Rank-1 Cauchys begin at {settings.SHORT_CAUCHY_RATE} (the paper: 1e-6).")
+        said.append(
+            f"Rank-1 Cauchys begin at {chosen.heavy_rate} (the paper: 1e-6){_averaged(chosen.heavy_options)}."
+        )
     if "MC dropout" in labels:
         said.append("MC dropout and ensembles have the penalty without a search of their own.")
     return " ".join(said)
+
+
+def _averaged(options: str) -> str:
+    return ", and their KL is averaged over components (the paper: summed)" if "mean" in options else ""
 
 
 def _first_rate(setting: str) -> float:
@@ -126,19 +130,32 @@ def _epochs(session: Session, setting: str) -> str:
     """One budget for all: the paper's epochs in one proportion, or those of rank-1 networks for every row.
 
     >>> _epochs(Session("gpu", "work"), "cifar10-wide")
-    "88 epochs for the deterministic network and 110 for rank-1 networks, the paper's 200 and 250; rates fall and ..."
+    "112 epochs for the deterministic network and 140 for rank-1 networks, the paper's 200 and 250; the KL grows ..."
     """
     both = [_first(setting, method) for method in (DETERMINISTIC, GAUSSIAN)]
     ours = [epochs_of(setting, session.scale, label) for label in both]
     paper = [rows_of(setting)[label].setting.training["epochs"] for label in both]
     if size_of(setting, session.scale).equal:
         return (
-            f"{ours[0]} epochs for every row, in steps of {batch_of(setting, session.scale, both[0])} images, as "
-            f"rank-1 networks have them; the paper's baselines have {paper[0]} or {paper[1]} in steps of 512, its "
-            f"rank-1 networks {paper[1]}. Rates fall and the KL grows at the same fractions of the run, and one epoch "
-            f"is a warm-up."
+            f"{ours[0]} epochs for every row, in steps of {batch_of(setting, session.scale, both[0])} images; the "
+            f"paper's baselines have {paper[0]} or {paper[1]} in steps of 512, its rank-1 networks {paper[1]} in steps "
+            f"of 128, each seen by four components. Here {_fall(session, setting)}, and one epoch is a warm-up."
         )
     return (
         f"{ours[0]} epochs for the deterministic network and {ours[1]} for rank-1 networks, the paper's {paper[0]} and "
-        f"{paper[1]}; rates fall and the KL grows at the same fractions of the run, and one epoch is a warm-up."
+        f"{paper[1]}; {_fall(session, setting)}, and one epoch is a warm-up."
     )
+
+
+def _fall(session: Session, setting: str) -> str:
+    scheduled = {
+        label: row_of(setting, session.scale, label).setting.training["schedule"]
+        for label in _labels(session, setting)
+    }
+    if set(scheduled.values()) == {"steps"}:
+        what = "rates fall and the KL grows"
+    else:
+        what = "the KL grows" + (
+            ", and the rates of rows named steps fall," if "steps" in scheduled.values() else ""
+        )
+    return f"{what} at the same fractions of the run"

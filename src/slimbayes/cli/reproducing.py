@@ -65,6 +65,13 @@ def reproduce(
     num_nodes: Annotated[
         int, typer.Option("--num-nodes", min=1, help="Machines of so many devices, through torchrun.")
     ] = 1,
+    finished: Annotated[
+        bool,
+        typer.Option(
+            "--finished",
+            help="Report what the work folder holds, wherever it was trained; train and measure nothing.",
+        ),
+    ] = False,
     data_root: o.DataRoot = None,
     quiet: o.Quiet = False,
     threads: o.Threads = None,
@@ -113,7 +120,7 @@ def reproduce(
     begun = time.monotonic()
     say = (lambda text: None) if quiet else o.note
     try:
-        together = jobs > 1 and len(names) > 1
+        together = jobs > 1 and len(names) > 1 and not finished
         if together:
             train_for(
                 names,
@@ -131,7 +138,7 @@ def reproduce(
             shown = not quiet and jobs == 1
             path = run(
                 name, scale, results, work, data_root, seeds, left, jobs, shown, say, wanted, together,
-                devices, num_nodes,
+                devices, num_nodes, finished,
             )  # fmt: skip
             if is_first():
                 o.note(f"{name} at scale {scale}: {path}")
@@ -164,6 +171,7 @@ COMMANDS = (
             "slimbayes reproduce ktied/table2 --scale desk --data-root data",
             "slimbayes reproduce ktied/figure6 --scale gpu --budget 540 --jobs 4",
             "slimbayes reproduce emp/table4 --scale paper --data-root data --devices 8",
+            "slimbayes reproduce rank1/table2 --scale gpu --only cifar10 --finished",
             "slimbayes report results",
         ),
     ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimbayes.data import Scaling
+from slimbayes.experiments.finished import present
 from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Prepared, Recipe, Trained
 from slimbayes.experiments.session import Session, with_precision
@@ -156,4 +157,6 @@ def jobs_of(session: Session, setting: str) -> list[Job]:
     if (setting, session.scale) not in SIZES:
         return []
     seeds = session.seeds or size_of(setting, session.scale).seeds
-    return [Job(setting, label, seed) for seed in range(seeds) for label in WAYS[setting]]
+    return present(
+        session, [Job(setting, label, seed) for seed in range(seeds) for label in WAYS[setting]], train
+    )

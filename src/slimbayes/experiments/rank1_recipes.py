@@ -11,6 +11,7 @@ from slimbayes.data import Scaling
 from slimbayes.experiments import rank1_settings as settings
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.entry import Setting
+from slimbayes.experiments.finished import present
 from slimbayes.experiments.imagenet import SETTING as IMAGENET
 from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Prepared, Recipe, Trained
@@ -21,8 +22,9 @@ from slimbayes.training import Training
 
 MAIN, MORE, ABLATIONS, WIDE = "cifar10", "cifar100", "cifar10-ablations", "cifar10-wide"
 TUNING, SHARED = "cifar10-tuning", "cifar10-shared"  # searches on held-out images
-SHORT = "cifar10-short"  # ablations with what the second one chose
-DATA = {setting: "cifar10" for setting in (MAIN, ABLATIONS, WIDE, TUNING, SHARED, SHORT)} | {MORE: "cifar100"}
+SHORT, EQUAL = "cifar10-short", "cifar10-equal"  # ablations and main methods with what the second one chose
+_TEN = (MAIN, ABLATIONS, WIDE, TUNING, SHARED, SHORT, EQUAL)
+DATA = dict.fromkeys(_TEN, "cifar10") | {MORE: "cifar100"}
 GAUSSIAN, CAUCHY = settings.GAUSSIAN, settings.CAUCHY
 DETERMINISTIC, BATCH_ENSEMBLE = "Deterministic", "BatchEnsemble"
 PAD = 2
@@ -143,7 +145,7 @@ SIZES: dict[tuple[str, str], Size] = {
     (MAIN, "paper"): Size(1.0, 10, 10_000),
     (MORE, "smoke"): replace(_SMOKE, rows=_FOUR),
     (MORE, "desk"): replace(_DESK, rows=_FOUR),
-    (MORE, "gpu"): replace(_SPLIT, share=0.12, rows=_FOUR, equal=True),
+    (MORE, "gpu"): replace(_SPLIT, share=0.08, rows=_FOUR, equal=True),
     (MORE, "paper"): Size(1.0, 10, 10_000),
     (ABLATIONS, "smoke"): _SMOKE,
     (ABLATIONS, "desk"): _DESK,
@@ -157,7 +159,8 @@ SIZES: dict[tuple[str, str], Size] = {
     (SHARED, "desk"): _held_out(replace(_DESK, split=0.2)),
     (SHARED, "gpu"): _held_out(replace(_SPLIT, share=0.08, chosen=None)),
     (SHARED, "paper"): _held_out(Size(1.0, 1, 0, split=0.2)),
-    (SHORT, "gpu"): replace(_SPLIT, share=0.12, networks=_narrow(16, 2, 1), equal=True, rows=_ABLATED),
+    (EQUAL, "gpu"): replace(_SPLIT, share=0.08, rows=_FOUR, equal=True),
+    (SHORT, "gpu"): replace(_SPLIT, share=0.08, networks=_narrow(16, 2, 1), equal=True, rows=_ABLATED),
     (WIDE, "gpu"): replace(
         _SPLIT, share=0.56, seeds=1, networks={}, rows=(DETERMINISTIC, GAUSSIAN), chosen=settings.WIDE
     ),  # the paper's own
@@ -308,4 +311,4 @@ def jobs_of(session: Session, setting: str, labels: tuple[str, ...] = ()) -> lis
     known = size.rows or tuple(rows_of(setting))
     chosen = [label for label in wanted if label in known]
     seeds = session.seeds or size.seeds
-    return [Job(setting, label, seed) for seed in range(seeds) for label in chosen]
+    return present(session, [Job(setting, label, seed) for seed in range(seeds) for label in chosen], train)

@@ -176,12 +176,12 @@ class Chosen:
     options: str = ""  # of Gaussians
     heavy_options: str = ""
     schedule: str = ""  # of the learning rate; "": the paper's steps
-    distance: float | None = None  # of Gaussian components, at first; None: the paper's
+    distance: float | None = None  # of components, at first; None: the paper's
 
 
 TUNED = Chosen("rank1/tuning", 5e-4, 1e-2, "1e-10", _AVERAGED)
-SHARED = Chosen("rank1/shared", 5e-4, 3e-2, "1e-10", _AVERAGED, _AVERAGED, "cosine")
-WIDE = replace(SHARED, rate=5e-2)  # of WRN-28-10, which takes more noise
+SHARED = Chosen("rank1/shared", 5e-4, 1e-2, "1e-10", _AVERAGED, _AVERAGED, "cosine", 0.2)
+WIDE = replace(SHARED, rate=4e-2, distance=0.1)  # of WRN-28-10, which takes more noise
 
 
 def short(setting: Setting, chosen: Chosen = TUNED) -> Setting:
@@ -202,11 +202,7 @@ def short(setting: Setting, chosen: Chosen = TUNED) -> Setting:
     for papers, ours in begin.items():
         methods = {label: method.replace(papers, ours) for label, method in methods.items()}
     if chosen.distance is not None:
-        start = f"prior=Normal(1, 0.1), random_sign_init=-{chosen.distance:g}"
-        methods = {
-            label: re.sub(r"prior=Normal\(1, 0\.1\), random_sign_init=-[\d.]+", start, method)
-            for label, method in methods.items()
-        }
+        methods = {label: _near(method, chosen.distance) for label, method in methods.items()}
     training = {**setting.training, "l2": chosen.l2, **_schedule(chosen.schedule)}
     return replace(setting, methods=methods, training=training)
 
@@ -220,9 +216,17 @@ def shared(l2: float = 5e-4) -> tuple[Setting, ...]:
     plain, ensemble = baselines_cifar()[0], batch_ensemble_cifar()
     rates = (1e-3, 1e-2, 3e-2, 1e-1)
     normals = {f"{GAUSSIAN}, p = {rate:g}": gaussian(options=_AVERAGED, rate=rate) for rate in rates}
-    near = gaussian(options=_AVERAGED, rate=3e-2).replace("init=-0.5", "init=-0.2")
-    more = {f"{GAUSSIAN}, p = 0.03, KL summed": gaussian(rate=3e-2), f"{GAUSSIAN}, p = 0.03, close": near}
+    more = {f"{GAUSSIAN}, p = 0.03, KL summed": gaussian(rate=3e-2)}
+    more |= {
+        f"{GAUSSIAN}, p = {rate:g}, {words}": _near(normals[f"{GAUSSIAN}, p = {rate:g}"], distance)
+        for rate, words, distance in ((3e-2, "close", 0.2), (1e-2, "close", 0.2), (1e-2, "closer", 0.1))
+    }
     heavy = {f"{CAUCHY}, p = {rate}": cauchy(rate=f"{rate}{_AVERAGED}") for rate in ("1e-8", "1e-10")}
+    heavy |= {f"{CAUCHY}, p = 1e-10, close": _near(heavy[f"{CAUCHY}, p = 1e-10"], 0.2)}
+    (label, points), *_ = ensemble.methods.items()
+    points_near = {
+        f"{label}, {words}": _near(points, far) for words, far in (("close", 0.2), ("closer", 0.1))
+    }
     steps = {f"{GAUSSIAN}, p = 0.01, steps": normals[f"{GAUSSIAN}, p = 0.01"]}
     light = {f"{GAUSSIAN}, p = 0.03, l2 = {l2 / 2:g}": normals[f"{GAUSSIAN}, p = 0.03"]}
 
@@ -232,12 +236,17 @@ def shared(l2: float = 5e-4) -> tuple[Setting, ...]:
 
     return (
         replace(tried(plain, "plain-steps", ""), methods={f"{label}, steps": m for label, m in plain.methods.items()}),
-        tried(plain, "plain"), tried(ensemble, "batchensemble"),
+        tried(plain, "plain"), tried(replace(ensemble, methods={**ensemble.methods, **points_near}), "batchensemble"),
         tried(rank1_cifar(steps, samples=4), "normal-steps", ""),
         tried(rank1_cifar({**normals, **more}, samples=4), "normal"),
         tried(rank1_cifar(light, samples=4), "normal-light", penalty=l2 / 2),
         tried(rank1_cifar(heavy, samples=4), "cauchy"),
     )  # fmt: skip
+
+
+def _near(method: str, distance: float) -> str:
+    """The same with components at another distance from each other, at first."""
+    return re.sub(r"random_sign_init=-[\d.]+", f"random_sign_init=-{distance:g}", method)
 
 
 def _schedule(name: str) -> dict[str, Any]:

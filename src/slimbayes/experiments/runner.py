@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slimbayes.experiments.outcome import Outcome
-from slimbayes.experiments.session import Session
+
+if TYPE_CHECKING:
+    from slimbayes.experiments.session import Session
 
 
 class Job(Protocol):

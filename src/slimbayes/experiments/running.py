@@ -12,6 +12,7 @@ import torch
 
 from slimbayes.experiments import emp_runners, ktied_runners, rank1_runners
 from slimbayes.experiments.catalogue import find
+from slimbayes.experiments.finished import left_out, origin
 from slimbayes.experiments.joining import PARTS, held, join, joinable, named, tagged
 from slimbayes.experiments.pool import default_jobs, work_together
 from slimbayes.experiments.results import FORMAT, read_result, result_path, write_result
@@ -38,6 +39,7 @@ def reproduce(
     trained: bool = False,
     devices: int = 1,
     num_nodes: int = 1,
+    finished: bool = False,
 ) -> Path:
     """Run one experiment and write its result; returns the file.
 
@@ -59,11 +61,12 @@ def reproduce(
         trained: ``train_for`` has trained what it needs: no processes are started.
         devices: processes, each with a device of its own, that train one network together (DDP).
         num_nodes: machines of so many devices, through torchrun.
+        finished: report the networks that ``work`` holds, wherever they were trained; nothing is trained or measured.
     """
     check_names([name])
     begun = time.monotonic()
     runner = RUNNERS[name]
-    options = {
+    options: dict[str, Any] = {
         "scale": scale,
         "work": str(work),
         "data_root": data_root,
@@ -71,26 +74,33 @@ def reproduce(
         "budget": budget,
         "only": tuple(only),
     }
-    session = Session(**options, progress=progress, say=say, devices=devices, num_nodes=num_nodes)  # type: ignore[arg-type]
+    session = Session(
+        **options, progress=progress, say=say, devices=devices, num_nodes=num_nodes, finished=finished
+    )
     together = session.processes.number > 1
     needed = settings_of(name, session)
+    if finished and runner.jobs and not set(session.only or needed) & set(needed):
+        raise ValueError(
+            f"{name}: {str(work)!r} holds no finished network of {', '.join(only) or 'its settings'}"
+        )
     before = _other_settings(result_path(results, name, scale), needed, session)
     settings = session.chosen(*needed) if needed else ()
     if together and (not settings or not set(settings) <= set(runner.several)):
         raise ValueError(_one_device(name, runner))
     wanted = _wanted(runner, session)
+    gaps = [text for setting in settings for text in left_out(session, setting)]
     number = 1 if together else default_jobs() if jobs is None else jobs
-    if number > 1 and not runner.alone and not trained:
+    if number > 1 and not runner.alone and not trained and not finished:
         work_together(wanted, options, number, say)
     with settings_kept():
-        for task in wanted:
+        for task in () if finished else wanted:
             task.run(session)
         parts = _report(runner, session, settings)
     spent = sum(run["seconds"] for run in session.runs)
-    document = {
+    document: dict[str, Any] = {
         "format": FORMAT, "version": 1, "experiment": name, "scale": scale,
         "settings": {setting: _facts(runner, session, setting, wanted) for setting in settings},
-        **parts, "deviations": [*_deviations(runner, session, needed), *parts["deviations"]],
+        **parts, "deviations": [*gaps, *_deviations(runner, session, needed), *parts["deviations"]],
         "runs": session.runs,
         "provenance": provenance(
             command=_command(name, session, number), seconds=time.monotonic() - begun, training_seconds=spent,
@@ -98,6 +108,8 @@ def reproduce(
             seeds=sorted({run["seed"] for run in session.runs}),
         ),
     }  # fmt: skip
+    if finished:
+        document["provenance"] |= origin(session.runs, document["provenance"])
     if not session.processes.first:
         return result_path(results, name, scale)
     return write_result(document if before is None else join(document, before, needed), results)
@@ -130,6 +142,7 @@ def _command(name: str, session: Session, jobs: int) -> str:
         "num-nodes": session.processes.num_nodes if session.processes.num_nodes > 1 else None,
     }
     words = [f"--{option} {value}" for option, value in more.items() if value is not None]
+    words += ["--finished"] if session.finished else []
     return " ".join([f"slimbayes reproduce {name} --scale {session.scale}", *words])
 
 

@@ -19,6 +19,7 @@ from slimbayes.checkpoint import CheckpointError, load, save
 from slimbayes.data import RecordDataset, Scaling
 from slimbayes.data import load as load_data
 from slimbayes.evaluate import assess
+from slimbayes.experiments.finished import FACTS, J, trained_on
 from slimbayes.experiments.networks import (
     MODEL,
     Prepared,
@@ -29,6 +30,7 @@ from slimbayes.experiments.networks import (
     without_mean,
 )
 from slimbayes.experiments.results import SCALES
+from slimbayes.experiments.runner import Job
 from slimbayes.experiments.several import Processes
 from slimbayes.files import write_whole
 from slimbayes.objective import kl
@@ -38,7 +40,7 @@ from slimbayes.training import StopTraining, Training, fit
 from slimbayes.training.keeping import STATE
 from slimbayes.training.state import States
 
-FACTS, PROBES, MEASURED = "run.json", "probes.json", "measured.json"
+PROBES, MEASURED = "probes.json", "measured.json"
 MEASURE = 1  # raise it when measure, sb.compress or analysis.truncate change what they give
 Figures = dict[str, float]
 
@@ -66,6 +68,7 @@ class Session:
         only: Sequence[str] = (),
         devices: int = 1,
         num_nodes: int = 1,
+        finished: bool = False,
     ) -> None:
         if scale not in SCALES:
             raise ValueError(f"scale={scale!r} is unknown; use one of {', '.join(SCALES)}")
@@ -76,7 +79,12 @@ class Session:
         self.scale, self.data_root, self.seeds = scale, data_root, seeds
         self.work, self.only = Path(work), tuple(only)
         self.progress, self.say = progress, say
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.finished = (
+            finished  # whether networks that are there are reported, and none is trained or measured
+        )
+        self.missing: list[Job] = []  # that were asked for and are not there
+        here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = trained_on(self.work) if finished else here
         self.begun = time.monotonic()
         self.deadline = None if budget is None else self.begun + budget
         self.runs: list[dict[str, Any]] = []
@@ -132,6 +140,10 @@ class Session:
 
     def check_time(self) -> None:
         """Raise when the time of this call is spent, or the process that began this one was killed."""
+        if self.finished:
+            raise OutOfTime(
+                "what is asked for is not finished in the work folder, and nothing is trained or measured"
+            )
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
             raise OutOfTime("the process that began this one is gone")
@@ -248,10 +260,26 @@ class Session:
         if before != state:
             known = {"state": state}
         if key not in known:
+            if self.finished:
+                what = f"{trained.recipe.setting} {trained.recipe.label} seed {trained.seed}"
+                raise OutOfTime(f"{what} is trained, but this was not measured of it: {key}")
             self.check_time()
             known[key] = make()
             write_whole(path, json.dumps(known))
         return known[key]
+
+    def has(self, job: J, train: Callable[[Session, J], Any]) -> bool:
+        """Whether ``train(session, job)`` finds its network finished; where not, the job is noted as missing."""
+        before = list(self.runs)  # a look is no use of a network
+        try:
+            self.once(("finished", job), lambda: train(self, job))
+        except OutOfTime:
+            if job not in self.missing:
+                self.missing.append(job)
+            return False
+        finally:
+            self.runs[:] = before
+        return True
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """What is made once in a call and not kept: corrupted images."""

@@ -1,0 +1,80 @@
+"""Reports of what is finished: networks that a work folder holds, whatever machine trained them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from slimbayes.experiments.runner import Job
+
+if TYPE_CHECKING:
+    from slimbayes.experiments.session import Session
+
+FACTS = "run.json"  # beside every network that was trained to its end
+J = TypeVar("J", bound=Job)
+
+
+def trained_on(work: Path) -> torch.device:
+    """The kind of device that the networks of a folder were trained on: recipes depend on it.
+
+    >>> trained_on(Path("nothing there"))
+    device(type='cpu')
+    """
+    for path in sorted(work.rglob(FACTS)):
+        try:
+            return torch.device(
+                json.loads(path.read_text(encoding="utf-8"))["facts"]["training"]["accelerator"]
+            )
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+            continue  # damaged, or of another kind: it is no finished network
+    return torch.device("cpu")
+
+
+def present(session: Session, jobs: Sequence[J], train: Callable[[Session, J], Any]) -> list[J]:
+    """The jobs or, where a session reports what is finished, those whose networks are there; it notes the others.
+
+    Settings that the call leaves out stay as they are: nobody asks for their networks.
+    """
+    if not session.finished:
+        return list(jobs)
+    asked = [not session.only or job.setting in session.only for job in jobs]
+    return [job for job, mine in zip(jobs, asked, strict=True) if not mine or session.has(job, train)]
+
+
+def left_out(session: Session, setting: str) -> list[str]:
+    """A sentence on the networks of a setting that were not finished, if there are some.
+
+    >>> from slimbayes.experiments.images import Job
+    >>> from slimbayes.experiments.session import Session
+    >>> session = Session("gpu", "work")
+    >>> session.missing += [Job("cifar10", "Deterministic", 1), Job("cifar10", "Deterministic", 2)]
+    >>> left_out(session, "cifar10")
+    ['cifar10: not finished, and left out: Deterministic seed 1, Deterministic seed 2.']
+    """
+    names = [job.words().removeprefix(f"{setting} ") for job in session.missing if job.setting == setting]
+    return [f"{setting}: not finished, and left out: {', '.join(names)}."] if names else []
+
+
+def origin(runs: Sequence[dict[str, Any]], here: dict[str, Any]) -> dict[str, Any]:
+    """The provenance of a report on networks that were trained elsewhere: theirs, and under "reported" its own.
+
+    >>> run = {"hardware": "GPU", "commit": "abc", "torch": "2.6", "created": "2026-01-01"}
+    >>> made = origin([run, run], {"hardware": "CPU", "commit": "def", "created": "2026-02-01", "versions": {}})
+    >>> made["hardware"], made["commit"], made["created"], made["reported"]["hardware"]
+    ('GPU', 'abc', '2026-01-01', 'CPU')
+    """
+    if not runs:
+        return {}
+
+    def all_of(key: str) -> str:
+        return "; ".join(dict.fromkeys(str(run[key]) for run in runs if run.get(key)))
+
+    return {
+        "created": max(str(run.get("created")) for run in runs), "commit": all_of("commit"),
+        "hardware": all_of("hardware"), "versions": {"torch": all_of("torch")},
+        "reported": {key: here.get(key) for key in ("created", "commit", "hardware", "versions")},
+    }  # fmt: skip

@@ -89,8 +89,8 @@ def reproduce(
         raise ValueError(_one_device(name, runner))
     wanted = _wanted(runner, session)
     gaps = [text for setting in settings for text in left_out(session, setting)]
-    number = 1 if together else default_jobs() if jobs is None else jobs
-    if number > 1 and not runner.alone and not trained and not finished:
+    number = 1 if together or finished else default_jobs() if jobs is None else jobs
+    if number > 1 and not runner.alone and not trained:
         work_together(wanted, options, number, say)
     with settings_kept():
         for task in () if finished else wanted:

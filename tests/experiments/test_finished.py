@@ -1,0 +1,129 @@
+"""Reports of what a work folder holds: those of the run that trained, without weights, and what is missing is said."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from slimbayes.experiments import rank1_recipes, read_result
+from slimbayes.experiments.finished import trained_on
+from slimbayes.experiments.rank1_recipes import BATCH_ENSEMBLE, GAUSSIAN, MAIN, jobs_of, prepare, recipe
+from slimbayes.experiments.running import reproduce
+from slimbayes.experiments.session import MEASURED, OutOfTime, Session
+
+ENTRY = "rank1/figure5"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two networks of seed 0 and two of seed 1, and the report of the call that trained them."""
+    folder = tmp_path_factory.mktemp("made")
+    path = reproduce(
+        ENTRY, "smoke", folder / "results", folder / "work", seeds=2, progress=False, only=(MAIN,)
+    )
+    return folder / "work", read_result(path)
+
+
+@pytest.fixture
+def work(made, tmp_path):
+    """What travels: everything but the weights."""
+    shutil.copytree(made[0], tmp_path / "work", ignore=shutil.ignore_patterns("*.safetensors"))
+    return tmp_path / "work"
+
+
+def report(work, **options):
+    path = reproduce(
+        ENTRY, "smoke", work.parent / "results", work, seeds=2, progress=False, only=(MAIN,), finished=True, **options
+    )  # fmt: skip
+    return read_result(path)
+
+
+def folder_of(work, label, seed):
+    slug = label.lower().replace(" ", "-")
+    (found,) = (work / MAIN / "trained").glob(f"{slug}-{seed}-*")
+    return found
+
+
+def test_a_report_without_weights_is_that_of_the_run(made, work):
+    found, wanted = report(work, jobs=4), made[1]
+    for part in ("tables", "curves", "checks", "settings"):
+        assert found[part] == wanted[part], part
+    assert sorted(found["runs"], key=str) == sorted(wanted["runs"], key=str)
+    before, after = wanted["provenance"], found["provenance"]
+    assert after["command"] == f"{before['command']} --finished"
+    assert after["hardware"] == before["hardware"] and after["commit"] == before["commit"]
+    assert after["reported"]["hardware"] and not list(work.rglob("*.safetensors"))
+
+
+def test_networks_that_are_not_finished_are_left_out_and_named(made, work):
+    (folder_of(work, BATCH_ENSEMBLE, 1) / "run.json").unlink()
+    found = report(work)
+    assert found["deviations"][0] == f"{MAIN}: not finished, and left out: {BATCH_ENSEMBLE} seed 1."
+    rows = {row["label"]: row["values"]["nll"] for row in found["tables"][0]["rows"]}
+    before = {row["label"]: row["values"]["nll"] for row in made[1]["tables"][0]["rows"]}
+    assert rows[GAUSSIAN] == before[GAUSSIAN] and rows[BATCH_ENSEMBLE] == before[BATCH_ENSEMBLE][:1]
+    assert len(found["runs"]) == 3 and not list(work.rglob("*.safetensors"))
+
+
+def test_what_was_not_measured_is_said_and_not_measured_now(work):
+    (folder_of(work, GAUSSIAN, 0) / MEASURED).unlink()
+    with pytest.raises(
+        OutOfTime, match=f"{MAIN} {GAUSSIAN} seed 0 is trained, but .* not measured of it: clean"
+    ):
+        report(work)
+    assert not (folder_of(work, GAUSSIAN, 0) / MEASURED).exists()
+
+
+def test_a_folder_without_finished_networks_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=f"{ENTRY}: .*empty' holds no finished network of {MAIN}"):
+        report(tmp_path / "empty")
+    assert not (tmp_path / "empty").exists()
+
+
+def test_networks_of_a_gpu_are_found_where_there_is_none(work):
+    """Recipes name the precision and the device of training, and folders are named by recipes."""
+    gpu = Session("smoke", work, progress=False)
+    gpu.device = torch.device("cuda")
+    prepared = prepare(gpu, MAIN)
+    for job in jobs_of(gpu, MAIN, (GAUSSIAN, BATCH_ENSEMBLE)):
+        old = folder_of(work, job.label, job.seed)
+        known = json.loads((old / "run.json").read_text())
+        known["facts"]["training"] = recipe(gpu, MAIN, job.label).training.to_dict()
+        known["facts"]["prepared"] = prepared.key
+        assert known["facts"]["training"]["precision"] == "bf16-mixed"
+        new = gpu._folder(recipe(gpu, MAIN, job.label), job.seed, known["facts"])
+        old.rename(new)
+        (new / "run.json").write_text(json.dumps(known))
+    for label in (GAUSSIAN, BATCH_ENSEMBLE):  # the second seed's are those of a CPU
+        shutil.rmtree(folder_of(work, label, 1))
+    assert trained_on(work) == torch.device("cuda")
+    found = report(work)
+    assert {row["label"] for row in found["tables"][0]["rows"]} == {GAUSSIAN, BATCH_ENSEMBLE}
+    assert len(found["runs"]) == 2
+    assert any("bfloat16" in text for text in found["deviations"])
+
+
+def test_only_a_report_looks_for_finished_networks(work):
+    everything = jobs_of(Session("smoke", work, progress=False), MAIN)
+    there = jobs_of(Session("smoke", work, progress=False, finished=True), MAIN)
+    assert len(everything) == len(rank1_recipes.rows_of(MAIN))
+    assert {job.label for job in there} == {GAUSSIAN, BATCH_ENSEMBLE}
+    left_out = Session("smoke", work, progress=False, finished=True, only=("cifar100",))
+    assert jobs_of(left_out, MAIN) == everything and not left_out.missing
+
+
+def test_table_8_has_what_was_measured_of_it(tmp_path):
+    folder, work = tmp_path / "results", tmp_path / "work"
+    options = {"progress": False, "only": (MAIN,)}
+    whole = read_result(reproduce("rank1/table8", "smoke", folder, work, **options))
+    path = next((work / MAIN / "trained").glob("rank-1-gaussian-0-*")) / MEASURED
+    known = json.loads(path.read_text())
+    dropped = [key for key in known if key.startswith("corrupted") and ", 2 samples" in key]
+    assert dropped  # four and 25 samples are two at this scale
+    path.write_text(json.dumps({key: value for key, value in known.items() if key not in dropped}))
+    found = read_result(reproduce("rank1/table8", "smoke", folder, work, finished=True, **options))
+    labels = [row["label"] for row in found["tables"][0]["rows"]]
+    assert "1 sample" in labels and not {"4 samples", "25 samples"} & set(labels)
+    assert {"4 samples", "25 samples"} < {row["label"] for row in whole["tables"][0]["rows"]}
+    assert any(f"not measured of it: {dropped[0]}" in text for text in found["deviations"])

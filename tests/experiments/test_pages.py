@@ -7,7 +7,6 @@ import math
 import random
 import re
 import shutil
-import statistics
 import sys
 import types
 import xml.etree.ElementTree as ET
@@ -492,45 +491,3 @@ def test_deep_nesting_is_damage(results, out, levels):
     pages = build(results, out, ENTRIES)
     pages.html()
     assert len(pages.survey.states["ktied/figure3"].damaged) == 1
-
-
-def test_the_page_on_collapse_has_the_numbers_of_its_result():
-    root = Path(__file__).parents[2]
-    (table,) = read_result(root / "results" / "rank1" / "collapse.gpu.json")["tables"]
-    found = {row["label"]: row["values"] for row in table["rows"]}
-    columns = {"spread": 4, "predicted": 4, "disagreement": 3, "nll": 3, "ece": 4, "c_ece": 3}
-    lines = [
-        line.strip("| ").split(" | ") for line in (root / "docs" / "collapse.md").read_text().splitlines()
-    ]
-    said = {cells[0]: cells[1:] for cells in lines if cells[0] in found}
-    assert set(said) == set(found) - {"Deterministic"}
-    for label, cells in said.items():
-        assert cells == [f"{statistics.mean(found[label][name]):.{n}f}" for name, n in columns.items()], label
-
-
-def test_the_page_on_collapse_has_the_numbers_of_the_search():
-    root = Path(__file__).parents[2]
-    (table,) = read_result(root / "results" / "rank1" / "tuning.gpu.json")["tables"]
-    found = {
-        row["label"]: {name: values[0] for name, values in row["values"].items()} for row in table["rows"]
-    }
-    names = {"no distribution": "Deterministic", "BatchEnsemble, tuned": "BatchEnsemble"}
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (root / "docs" / "collapse.md")
-        .read_text()
-        .split("## What short schedules want")[1]
-        .splitlines()
-    ]
-    seen: set[str] = set()
-    for words, *cells in lines:
-        method, *rest = names.get(words, words).split(", ")
-        low, high = (", ".join([method, f"l2 = {l2}", *rest]) for l2 in ("0.0002", "0.0005"))
-        if high in found:
-            best, seen = found[high], seen | {low, high}
-            spread = f"{best['spread']:.3f}" if "spread" in best else ""
-            figures = (
-                f"{found[low]['nll']:.3f} {best['nll']:.3f} {best['accuracy']:.1f} {best['ece']:.4f}".split()
-            )
-            assert cells == [*figures, spread], words
-    assert seen == set(found)

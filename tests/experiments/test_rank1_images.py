@@ -130,6 +130,8 @@ def test_short_schedules_take_what_the_search_chose(setting):
         elif isinstance(paper, sb.Rank1):
             changed = {"dropout_rate": chosen.rate}
             changed |= {"kl_reduction": "mean"} if chosen.options else {}
+        if isinstance(paper, (sb.Rank1, sb.BatchEnsemble)) and chosen.distance is not None:
+            changed["random_sign_init"] = -chosen.distance
         assert ours == dataclasses.replace(paper, **changed), label  # nothing else
 
 
@@ -146,7 +148,7 @@ def test_a_search_may_choose_every_value_of_a_gaussian():
 def test_the_search_of_shared_batches_changes_one_thing_at_a_time():
     session = Session("gpu", "work")
     found = {job.label: recipe(session, SHARED, job.label) for job in jobs_of(session, SHARED)}
-    assert len(found) == 13 and {made.training.batch_size for made in found.values()} == {512}
+    assert len(found) == 18 and {made.training.batch_size for made in found.values()} == {512}
     assert {made.training.lr for made in found.values()} == {0.2}
     middle, base = (
         found[f"{GAUSSIAN}, p = 0.03"],

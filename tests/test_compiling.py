@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.nn import functional as F
 
@@ -116,6 +117,29 @@ def test_evaluation_mode_is_left_alone() -> None:
     assert fusing.fuse_norms(graph, ("cpu",)) == 0
     norm.args = (product, None, None, f, f, True, 0.1, 1e-5)
     assert fusing.fuse_norms(graph, ("cpu",)) == 1
+
+
+def test_a_compiled_loss_takes_the_weights_of_a_schedule() -> None:
+    """The first is a constant of the code, every other an input of it: two graphs, whatever the schedule's length."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = sb.bayesianize(nn.Linear(4, 3).double(), sb.Rank1(components=2))
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    graphs = torch._dynamo.testing.CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=graphs)
+    def parts(x: torch.Tensor, y: torch.Tensor, weight: float) -> tuple[torch.Tensor, ...]:
+        found = sb.elbo(sb.draw(model, x), y, model, num_data=100, kl_weight=weight)
+        return found.loss, found.nll, found.kl
+
+    for step in range(6):
+        weight = sb.LinearAnnealing(8)(step)
+        loss, nll, divergence = parts(x, y, weight)
+        torch.testing.assert_close(loss, nll + weight * divergence / 100)
+    assert graphs.frame_count == 2
+    for wrong in (float("nan"), float("inf"), -0.1):
+        with pytest.raises(ValueError, match="kl_weight must be finite and at least 0"):
+            sb.elbo(sb.draw(model, x), y, model, num_data=100, kl_weight=wrong)
 
 
 @pytest.mark.uncounted(but=3)

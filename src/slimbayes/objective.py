@@ -199,7 +199,7 @@ def _check_elbo(draws: Any, targets: Tensor, num_data: int | None, reduction: st
         )
     if type(kl_weight) is not float and not _is_scalar(kl_weight):
         raise ValueError(f"kl_weight must be a number, got {kl_weight!r}")
-    if not (math.isfinite(kl_weight) and kl_weight >= 0):
+    if not 0 <= kl_weight < math.inf:  # nor NaN; as a comparison it compiles for weights that change
         raise ValueError(f"kl_weight must be finite and at least 0, got {kl_weight!r}")
 
 

@@ -79,9 +79,7 @@ class Session:
         self.scale, self.data_root, self.seeds = scale, data_root, seeds
         self.work, self.only = Path(work), tuple(only)
         self.progress, self.say = progress, say
-        self.finished = (
-            finished  # whether networks that are there are reported, and none is trained or measured
-        )
+        self.finished = finished  # what is there is reported; nothing is trained or measured
         self.missing: list[Job] = []  # that were asked for and are not there
         here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.device = trained_on(self.work) if finished else here

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from slimbayes.draws import FlatInputs
 from slimbayes.export.programs import (
     FORMAT,
     Dynamic,
@@ -29,6 +28,7 @@ from slimbayes.export.programs import (
 )
 from slimbayes.files import parse_json, read_whole, shortened, write_whole
 from slimbayes.frozen.network import Frozen
+from slimbayes.handed import FlatInputs
 
 KEY = "slimbayes"  # of the description among the file's metadata
 TOLERANCE = 1e-5

@@ -147,25 +147,23 @@ def inputs_of_1e30_normalised(method: Method) -> None:
 @case
 def sigma_of_1e_minus_30(method: Method) -> None:
     """σ = softplus(−1e30) + 1e-7 and U Vᵀ = 1e-30: KL and draws to 1e-5, gradients finite."""
-    model = spread_out(build(method), -1e30, 0.5 * math.log(1e-30))
-    divergence(model)
-    agree(model, inputs())
-    train_once(model, inputs())
+    _spread(method, -1e30, 0.5 * math.log(1e-30))
 
 
 @case
 def sigma_raw_1e_minus_30(method: Method) -> None:
     """ρ = 1e-30, which is σ = log 2."""
-    model = spread_out(build(method), 1e-30, 1e-30)
-    divergence(model)
-    agree(model, inputs())
-    train_once(model, inputs())
+    _spread(method, 1e-30, 1e-30)
 
 
 @case
 def sigma_of_1e4(method: Method) -> None:
     """σ = 1e4: KL and draws to 1e-5, gradients finite."""
-    model = spread_out(build(method), 1e4, 0.5 * math.log(1e4))
+    _spread(method, 1e4, 0.5 * math.log(1e4))
+
+
+def _spread(method: Method, raw: float, logs: float) -> None:
+    model = spread_out(build(method), raw, logs)
     divergence(model)
     agree(model, inputs())
     train_once(model, inputs())
@@ -189,19 +187,20 @@ def sigma_of_1e30(method: Method) -> None:
 @case
 def bfloat16(method: Method) -> None:
     """A model in bfloat16: draws to 5 % of those in float64, the KL in float32 to 1e-3 of it."""
-    model = build(method, torch.bfloat16)
-    agree(model, inputs(dtype=torch.bfloat16), 0.05, noise="mean")
-    divergence(model, 1e-3)
-    train_once(model, inputs(dtype=torch.bfloat16))
+    _sixteen_bits(method, torch.bfloat16, 0.05)
 
 
 @case
 def float16(method: Method) -> None:
     """A model in float16, likewise to 1 %."""
-    model = build(method, torch.float16)
-    agree(model, inputs(dtype=torch.float16), 0.01, noise="mean")
+    _sixteen_bits(method, torch.float16, 0.01)
+
+
+def _sixteen_bits(method: Method, dtype: torch.dtype, tolerance: float) -> None:
+    model = build(method, dtype)
+    agree(model, inputs(dtype=dtype), tolerance, noise="mean")
     divergence(model, 1e-3)
-    train_once(model, inputs(dtype=torch.float16))
+    train_once(model, inputs(dtype=dtype))
 
 
 @case

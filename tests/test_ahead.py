@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes import context
-from slimbayes.draws import evaluating
 from slimbayes.posteriors import NormalPosterior
+from slimbayes.probing import evaluating
 from slimbayes.record import find_record
 
 METHODS = {

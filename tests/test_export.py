@@ -1,9 +1,9 @@
 """torch.export programs and ONNX files of frozen models say what PyTorch says; int8 weights say nearly that."""
 
-import builtins
 import functools
 import json
 import os
+import sys
 
 import pytest
 import torch
@@ -187,14 +187,9 @@ def test_int8_weights(linear):
 
 
 def test_what_is_missing_is_named(linear, tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def missing(name, *rest, **options):
-        if name.split(".")[0] in ("onnx", "onnxscript", "onnxruntime", "torchao"):
-            raise ImportError(name)
-        return real(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    packages = ("onnx", "onnxscript", "onnxruntime", "torchao")
+    for name in [*packages, *(name for name in sys.modules if name.split(".")[0] in packages)]:
+        monkeypatch.setitem(sys.modules, name, None)
     for call in (
         lambda: sb.export.to_onnx(linear, torch.randn(2, 64), tmp_path / "a"),
         lambda: OnnxModel(tmp_path),

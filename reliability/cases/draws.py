@@ -32,6 +32,15 @@ def converted(data: Any, net: networks.Net, method: Any) -> tuple[bool, Any]:
     return done, model
 
 
+def built(data: Any) -> tuple[bool, networks.Net, Any, Any, tuple[str, str]]:
+    """Any method on any network: whether it was taken, both, the model in eval mode, and what an outcome is of."""
+    net, method = data.draw(networks.nets(statistics=True)), data.draw(methods.valid())
+    done, model = converted(data, net, method)
+    if done:
+        model.eval()
+    return done, net, method, model, (methods.label(method), net.kind)
+
+
 def scatter(model: nn.Module) -> None:
     """Give mixing logits other values than their start."""
     with torch.no_grad():
@@ -68,9 +77,7 @@ def inputs_of(data: Any, net: networks.Net, batch: int, dtype: torch.dtype) -> t
 
 def replayed(data: Any) -> Outcome:
     """A seeded draw equals every example of every draw by itself."""
-    net, method = data.draw(networks.nets(statistics=True)), data.draw(methods.valid())
-    done, model = converted(data, net, method)
-    who = methods.label(method), net.kind
+    done, net, method, model, who = built(data)
     if not done:
         return Outcome(REFUSED, *who)
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -215,12 +222,9 @@ def plain(data: Any) -> Outcome:
 
 def split(data: Any) -> Outcome:
     """With a seed the batch may be cut anywhere, and so may the samples: chunks of ``sb.predict`` included."""
-    net, method = data.draw(networks.nets(statistics=True)), data.draw(methods.valid())
-    done, model = converted(data, net, method)
-    who = methods.label(method), net.kind
+    done, net, method, model, who = built(data)
     if not done:
         return Outcome(REFUSED, *who)
-    model.eval()
     batch, samples = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
     cut, seed = data.draw(st.integers(1, batch - 1)), data.draw(SEEDS)
     noise = data.draw(st.sampled_from(["example", "shared", "mean"]))

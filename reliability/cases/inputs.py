@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import slimbayes as sb
 from reliability.cases import methods, networks
-from reliability.cases.draws import converted
+from reliability.cases.draws import built, converted
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, refusal_of, same_tree
 from reliability.cases.replay import NoReference, Replay
 from slimbayes.record import find_record
@@ -66,12 +66,9 @@ def _changed(data: Any, x: Tensor) -> tuple[str, Any]:
 
 def changed(data: Any) -> Outcome:
     """What the plain network refuses is refused; what it takes gives its outputs, or a documented error."""
-    net, method = data.draw(networks.nets(statistics=True)), data.draw(methods.valid())
-    done, model = converted(data, net, method)
-    who = methods.label(method), net.kind
+    done, net, method, model, who = built(data)
     if not done:
         return Outcome(REFUSED, *who)
-    model.eval()
     inputs = list(net.inputs(data.draw(st.integers(1, 3))))
     which = data.draw(st.integers(0, len(inputs) - 1))
     form, given = _changed(data, inputs[which])

@@ -15,19 +15,11 @@ from torch.utils import _pytree as pytree
 
 import slimbayes as sb
 from reliability.cases import methods, networks
-from reliability.cases.draws import converted
+from reliability.cases.draws import built, converted
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, refusal_of, same_tree
 from slimbayes.record import find_record
 
 OPTIONS: dict[str, Any] = {"samples": 2, "seed": 5}
-
-
-def _built(data: Any) -> tuple[bool, networks.Net, Any, Any, tuple[str, str]]:
-    net, method = data.draw(networks.nets(statistics=True)), data.draw(methods.valid())
-    done, model = converted(data, net, method)
-    if done:
-        model.eval()
-    return done, net, method, model, (methods.label(method), net.kind)
 
 
 def _runs(net: networks.Net) -> bool:
@@ -37,7 +29,7 @@ def _runs(net: networks.Net) -> bool:
 
 def saved(data: Any) -> Outcome:
     """Saved and loaded into the plain network, or copied, a model draws the same, bit for bit."""
-    done, net, method, model, who = _built(data)
+    done, net, method, model, who = built(data)
     if not done or not _runs(net):
         return Outcome(REFUSED, *who)
     what = f"save and load of {method} on {net.kind}"
@@ -59,7 +51,7 @@ def saved(data: Any) -> Outcome:
 
 def frozen(data: Any) -> Outcome:
     """A frozen model is the shared-noise draws of its seed, for any batch."""
-    done, net, method, model, who = _built(data)
+    done, net, method, model, who = built(data)
     if not done or not _runs(net):
         return Outcome(REFUSED, *who)
     components = find_record(model).components
@@ -80,7 +72,7 @@ def frozen(data: Any) -> Outcome:
 
 def merged(data: Any) -> Outcome:
     """A merged network is the mean of its component in torch's own classes, and comes back bit for bit."""
-    done, net, method, model, who = _built(data)
+    done, net, method, model, who = built(data)
     if not done or not _runs(net):
         return Outcome(REFUSED, *who)
     components = find_record(model).components
@@ -140,7 +132,7 @@ def compressed(data: Any) -> Outcome:
 
 def summary(data: Any) -> Outcome:
     """The summary counts every parameter once, before and after."""
-    done, net, method, model, who = _built(data)
+    done, net, method, model, who = built(data)
     if not done:
         return Outcome(REFUSED, *who)
     found = sb.summary(model)

@@ -24,7 +24,7 @@ from slimbayes import priors
 from slimbayes.adapting import base_tensors, fingerprint, other_base
 from slimbayes.claims import check_members, outgrows, weightless
 from slimbayes.convert import all_or_nothing, bayesianize
-from slimbayes.files import parse_json, read_whole, shortened, write_whole
+from slimbayes.files import FALSE_CLAIMS, parse_json, read_whole, shortened, write_whole
 from slimbayes.layers.dropout import ACTIVE
 from slimbayes.methods import METHODS, DeepEnsemble, Deterministic, MCDropout, Method
 from slimbayes.record import ATTRIBUTE, Record, find_record, unwrap
@@ -358,15 +358,7 @@ def _convert_checked(
         _convert_like(network, *asked)
     except CheckpointError:
         raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except FALSE_CLAIMS as error:
         raise CheckpointError(
             f"{str(path)!r} names a conversion that the given {type(network).__name__} does not take "
             f"({shortened(error)}): pass the network that was saved, or use an earlier checkpoint"

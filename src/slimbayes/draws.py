@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from slimbayes import fast
@@ -24,20 +22,13 @@ from slimbayes.apply.points import prefill_points
 from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.budget import out_of_memory
 from slimbayes.checking import check_count, is_count
-from slimbayes.context import (
-    NOISE_MODES,
-    SEES_CHECKPOINTS,
-    Draw,
-    RowError,
-    Supply,
-    activate,
-    choose_components,
-    repeat_rows,
-    row_message,
-)
-from slimbayes.handed import check_meta, explain, may_be_split, no_single_sequence
-from slimbayes.late import Plan, probe, signature
+from slimbayes.context import NOISE_MODES, SEES_CHECKPOINTS, Draw, Supply, activate, choose_components
+from slimbayes.handed import FlatInputs, flatten_inputs, may_be_split, run, unfold
+from slimbayes.late import signature
+from slimbayes.probing import plan_for, verify_rows, verify_unsplit
 from slimbayes.record import Record, every_module, find_record, layers_and_groups, unwrap
+
+_PLACES = 2**32  # of examples and of samples, as keyed noise counts them
 
 
 def draw(
@@ -151,83 +142,6 @@ def _draw_eagerly(
     return draw_flat(model, flat, samples, noise, seed, first_example, first_sample)
 
 
-_PLACES = 2**32  # of examples and of samples, as keyed noise counts them
-_ONE = pytree.tree_flatten(((0,), {}))[1]  # of one tensor and nothing else
-
-
-@dataclass
-class FlatInputs:
-    """The leaves of all inputs, the positions of those that have the batch axis, and its length."""
-
-    leaves: list[Any]
-    spec: Any
-    tiled: set[int]
-    batch: int
-
-    def map_tiled(self, change: Callable[[Tensor], Tensor], batch: int) -> FlatInputs:
-        """The same inputs with every tensor that has the batch axis changed to another batch."""
-        leaves = [change(leaf) if i in self.tiled else leaf for i, leaf in enumerate(self.leaves)]
-        return FlatInputs(leaves, self.spec, self.tiled, batch)
-
-    def tile(self, draws: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with the batch repeated for every draw: [draws·B, ...], draws outermost."""
-        flat = self
-        if draws > 1:
-            flat = self.map_tiled(lambda leaf: repeat_rows(leaf, draws), self.batch)
-        if self.spec is _ONE:
-            return tuple(flat.leaves), {}
-        args, kwargs = pytree.tree_unflatten(flat.leaves, self.spec)
-        return args, kwargs
-
-    def numel(self) -> int:
-        """How many numbers the tensors with the batch axis hold."""
-        return sum(self.leaves[i].numel() for i in self.tiled)
-
-    def resized(self, batch: int) -> FlatInputs:
-        """A few rows of these inputs: the first, repeated where there are too few, and the last ones."""
-        last = min(batch, self.batch) - 1
-
-        def change(leaf: Tensor) -> Tensor:
-            return torch.cat([leaf[:1]] * (batch - last) + [leaf[len(leaf) - last :]])
-
-        return self.map_tiled(change, batch)
-
-
-def flatten_inputs(
-    model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], shared: Sequence[str | int]
-) -> FlatInputs:
-    """Find the batch axis: the first dimension of the first tensor and of all others of that length."""
-    if len(inputs) == 1 and not named and not shared and type(inputs[0]) is Tensor:
-        leaves, spec = list(inputs), _ONE  # most networks, most calls
-    else:
-        _refuse_packed(inputs, named)
-        leaves, spec = pytree.tree_flatten((inputs, named))
-    whole = _whole_leaves(model, inputs, named, shared)
-    batch = _batch_size(leaves, whole)
-    if any([isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves]):
-        check_meta(leaves)
-    tiled = {
-        i
-        for i, leaf in enumerate(leaves)
-        if i not in whole and isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
-    }
-    return FlatInputs(leaves, spec, tiled, batch)
-
-
-def _refuse_packed(inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """A packed sequence mixes the examples of a batch: it has no axis to repeat."""
-    for name, value in [*enumerate(inputs), *named.items()]:
-        values: Any = value.values() if isinstance(value, dict) else value
-        if isinstance(value, PackedSequence) or not isinstance(value, (dict, list, tuple)):
-            values = (value,)
-        if any([isinstance(item, PackedSequence) for item in values]):
-            raise TypeError(
-                f"input {name!r} is a PackedSequence, which mixes the examples of the batch: no draw can repeat them. "
-                f"Hand over padded sequences [batch, time, ...] and their lengths, a tensor [batch], and pack "
-                f"inside the network: pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)"
-            )
-
-
 def draw_flat(
     model: nn.Module,
     flat: FlatInputs,
@@ -249,7 +163,7 @@ def draw_flat(
             args, kwargs = flat.tile(1)
             with activate(now):
                 output = model(*args, **kwargs)
-            return _unfold(output, samples, flat.batch)
+            return unfold(output, samples, flat.batch)
     _refuse_data_parallel(model)
     record = find_record(model)
     check_options(samples, noise, seed, first_example, first_sample)
@@ -270,13 +184,13 @@ def draw_flat(
     ):
         found, output = _late(model, record, flat, now, evaluated, ahead)
         if found:
-            return _unfold(output, draws, flat.batch)
+            return unfold(output, draws, flat.batch)
     output = _pass(model, record, flat, now, draws, ahead)
     if shared:
-        _verify_unsplit(model, record, flat, now, shared)
+        verify_unsplit(model, record, flat, now, shared)
     if ahead is not None and ahead.only_patches and now.settled is not None:
         ahead.lane = flat
-    return _unfold(output, draws, flat.batch)
+    return unfold(output, draws, flat.batch)
 
 
 def _pass(
@@ -288,9 +202,9 @@ def _pass(
         now.rows_seen = {}
     args, kwargs = flat.tile(repeats)
     _prefill(model, record, flat, now, ahead)
-    output = _run(model, args, kwargs, flat, now)
+    output = run(model, args, kwargs, flat, now)
     if check_rows:
-        _verify_rows(model, now, flat)
+        verify_rows(model, now, flat)
         record.rows_checked = True
     _keep_mixing(record, now)
     return output
@@ -307,7 +221,7 @@ def _draw_split(model: nn.Module, record: Record, flat: FlatInputs, noise: str) 
             f"multiple of {components} (a DataLoader drops an incomplete batch with drop_last=True)"
         )
     now = Draw(components, 1, flat.batch // components, noise, component_ids=ids)  # rows [K, B/K]
-    return _unfold(_pass(model, record, flat, now, 1), 1, flat.batch)
+    return unfold(_pass(model, record, flat, now, 1), 1, flat.batch)
 
 
 def _refuse_data_parallel(model: nn.Module) -> None:
@@ -391,18 +305,6 @@ def _late(
     return True, output
 
 
-def plan_for(
-    model: nn.Module, record: Record, flat: FlatInputs, noise: str, key: tuple[Any, ...]
-) -> Plan | None:
-    """How to tile late for inputs with this signature, probed once; None where that is not safe."""
-    if key not in record.late:
-        known = record.rows_checked
-        plan = probe(model, flat.resized, record.components, flat.batch, noise, not known)
-        record.late[key] = plan
-        record.rows_checked = known or plan is not None
-    return record.late[key]
-
-
 def check_options(
     samples: int, noise: str, seed: int | Supply | None, first_example: int = 0, first_sample: int = 0
 ) -> None:
@@ -415,44 +317,6 @@ def check_options(
         raise ValueError(f"unknown noise {noise!r}; use 'example', 'shared' or 'mean'")
     if seed is not None and not isinstance(seed, (int, Supply)):
         raise ValueError(f"seed must be an integer or None, got {seed!r}")
-
-
-def _whole_leaves(
-    model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], shared: Sequence[str | int]
-) -> set[int]:
-    """Positions, among the flattened inputs, of what is never tiled."""
-    if isinstance(shared, (str, int)):
-        shared = (shared,)
-    if not shared:
-        return set()
-    positions = list(inspect.signature(unwrap(model).forward).parameters)
-    places: list[str | int] = []
-    for item in shared:
-        known = item in named or (isinstance(item, int) and 0 <= item < len(inputs))
-        if isinstance(item, str) and not known and item in positions[: len(inputs)]:
-            item, known = positions.index(item), True
-        if not known:
-            raise ValueError(f"shared_inputs names {item!r}, but no such input was passed")
-        places.append(item)
-    whole: set[int] = set()
-    start = 0
-    for key, value in [*enumerate(inputs), *named.items()]:
-        count = len(pytree.tree_leaves(value))
-        if key in places:
-            whole.update(range(start, start + count))
-        start += count
-    return whole
-
-
-def _batch_size(leaves: list[Any], whole: set[int]) -> int:
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and i not in whole:
-            if leaf.dim() == 0:
-                raise ValueError("the first input is a scalar; inputs need a batch axis first")
-            if leaf.shape[0] == 0:
-                raise ValueError(f"the batch is empty: the first input has shape {tuple(leaf.shape)}")
-            return int(leaf.shape[0])
-    raise ValueError("draw got no tensor input to take the batch size from")
 
 
 def _active_components(
@@ -469,115 +333,3 @@ def _component_count(model: nn.Module, record: Record) -> int:
     """How many components take part in a draw: all, unless training takes a few at a time."""
     step = record.step_components
     return record.components if step is None or not model.training else step
-
-
-def _unfold(output: Any, draws: int, batch: int) -> Any:
-    if type(output) is Tensor and output.dim() > 0 and output.shape[0] % (draws * batch) == 0:
-        return output.unsqueeze(0) if draws == 1 else output.unflatten(0, (draws, output.shape[0] // draws))
-    leaves, spec = pytree.tree_flatten(output)
-    unfolded = 0
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] % (draws * batch) == 0:
-            leaves[i] = leaf.unflatten(0, (draws, leaf.shape[0] // draws))
-            unfolded += 1
-    if not unfolded:
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        raise RowError(
-            f"no output of the model has the {draws * batch} rows of this draw in its first dimension "
-            f"(output shapes: {shapes}); the network must keep the batch outermost"
-        )
-    return pytree.tree_unflatten(leaves, spec)
-
-
-def _verify_rows(model: nn.Module, seen: Draw, flat: FlatInputs) -> None:
-    """Once per model: run it noiselessly on another batch size and see that every layer's rows scale with it.
-
-    A table shared by the batch can have a first dimension that the rows happen to divide; splitting it among
-    the draws would be silent nonsense.
-    """
-    assert seen.rows_seen is not None
-    batch = 2 if seen.batch != 2 else 3
-    probe = Draw(seen.components, 1, batch, "mean", component_ids=seen.component_ids, rows_seen={})
-    resized = flat.map_tiled(lambda leaf: torch.cat([leaf[:1]] * batch), batch)
-    args, kwargs = resized.tile(seen.components)
-    # A network may refuse the probe for reasons of its own; only what the layers saw counts.
-    with torch.no_grad(), evaluating(model), activate(probe), contextlib.suppress(Exception):
-        model(*args, **kwargs)
-    assert probe.rows_seen is not None
-    for layer, calls in probe.rows_seen.items():
-        for rows, probed in zip(seen.rows_seen.get(layer, []), calls, strict=False):
-            if probed * seen.rows != rows * probe.rows:
-                raise RowError(row_message(layer, rows, seen))
-
-
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: FlatInputs, now: Draw) -> Any:
-    """The network's output in this draw; an error says what the network was handed."""
-    if torch.compiler.is_compiling():
-        with activate(now):
-            return model(*args, **kwargs)
-    watched = now.rows > flat.batch and find_record(model).sequential
-    try:
-        with activate(now), no_single_sequence(model, now) if watched else contextlib.nullcontext():
-            return model(*args, **kwargs)
-    except Exception as error:
-        explain(error, flat.leaves, flat.tiled, now)
-        raise
-
-
-def _verify_unsplit(
-    model: nn.Module, record: Record, flat: FlatInputs, seen: Draw, key: tuple[Any, ...]
-) -> None:
-    """Run the network with one sample more: what serves all rows serves those too, what was split among draws fails.
-
-    A mask of two rows beside one example is an error of the network's, and must stay one when two draws make two rows.
-    """
-    probe = Draw(seen.components, seen.samples + 1, seen.batch, "mean", component_ids=seen.component_ids)
-    args, kwargs = flat.tile(probe.components * probe.samples)
-    try:
-        with torch.no_grad(), evaluating(model), activate(probe):
-            output = model(*args, **kwargs)
-        _unfold(output, probe.components * probe.samples, flat.batch)  # or rows were left out
-    except Exception as error:
-        if out_of_memory(error):
-            return
-        shapes = ", ".join(f"input {i} of shape {shape}" for i, shape in key[3:])
-        raise RowError(
-            f"{shapes} was not repeated for the draws, for its first dimension is not the batch's {flat.batch}; but "
-            f"the network takes it for rows, and would split it among the {seen.components * seen.samples} draws. "
-            f"Give it one row per example (with another number of samples the network says: {error})"
-        ) from error
-    record.unsplit.add(key)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module's mode is its flag and nothing else."""
-    kind = type(module)
-    own = kind.train is nn.Module.train and kind.eval is nn.Module.eval
-    return own and not isinstance(module, torch.jit.ScriptModule) and "train" not in vars(module)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode and restore every module's own mode afterwards."""
-    every = every_module(model)
-    training = [module for module in every if module.training]
-    if not training:
-        yield
-        return
-    evaluated = [module for module in every if not module.training]
-    # What train() does but for its look at every attribute that is set: a fifth of a small network's prediction.
-    plain = all([_is_plain(module) for module in every])
-    if plain:
-        for module in training:
-            module.__dict__["training"] = False
-    else:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            if not module.training:
-                module.training = True
-        for module in evaluated:
-            if module.training:
-                module.training = False

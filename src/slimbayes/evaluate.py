@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.draws import check_options, flatten_inputs
+from slimbayes.draws import check_options
+from slimbayes.handed import flatten_inputs
 from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.predict import check_chunk, predict_flat
 from slimbayes.record import find_record, unwrap

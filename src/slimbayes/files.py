@@ -15,6 +15,10 @@ from typing import Any
 SUFFIX = ".partial"
 LARGEST_JSON = 256 << 20  # bytes
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What code raises that is handed what a file names and does not hold.
+FALSE_CLAIMS = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
 
 
 def write_whole(

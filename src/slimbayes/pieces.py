@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.budget import exhausted, out_of_memory
-from slimbayes.draws import FlatInputs
+from slimbayes.handed import FlatInputs
 from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, not_finite, unseen
 from slimbayes.predictive import Moments, Predictive
 

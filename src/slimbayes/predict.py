@@ -14,11 +14,13 @@ from slimbayes import fast
 from slimbayes.apply.ahead import Ahead
 from slimbayes.budget import Footprint, budget, device_of, footprint, small
 from slimbayes.checking import check_flag
-from slimbayes.draws import FlatInputs, check_options, draw_flat, evaluating, flatten_inputs, plan_for
+from slimbayes.draws import check_options, draw_flat
+from slimbayes.handed import FlatInputs, flatten_inputs
 from slimbayes.late import kept, signature
 from slimbayes.likelihoods import Categorical, Likelihood, check_likelihood
 from slimbayes.pieces import Pieces, attempt
 from slimbayes.predictive import CategoricalPredictive, Predictive
+from slimbayes.probing import evaluating, plan_for
 from slimbayes.record import Record, find_record, unwrap
 
 _LOOKED: dict[torch.device, tuple[float, float | None]] = {}  # when, and what there was

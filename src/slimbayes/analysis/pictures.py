@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slimbayes.analysis.spectra import matrices, spectrum
+from slimbayes.extras import need
 from slimbayes.selection import Selection
 
 if TYPE_CHECKING:
@@ -85,13 +86,10 @@ def plot_spectra(model: nn.Module, include: Selection | None = None, ranks: int 
 
 
 def _grid(count: int, height: float) -> tuple[Figure, list[Any]]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'slimbayes[plots]'") from error
+    drawn = need("matplotlib.figure", "a figure", "plots")
     across = min(_COLUMNS, count)
     down = math.ceil(count / across)
-    figure = Figure(figsize=(3.6 * across, height * down), layout="constrained")
+    figure = drawn.Figure(figsize=(3.6 * across, height * down), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
     for panel in axes[count:]:
         panel.set_axis_off()

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from slimbayes.diagnosis import limits
 from slimbayes.diagnosis.findings import Finding
-from slimbayes.draws import draw, evaluating
+from slimbayes.draws import draw
 from slimbayes.evaluate import arguments
 from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.objective import kl
 from slimbayes.predict import scored
+from slimbayes.probing import evaluating
 from slimbayes.record import find_record, unwrap
 
 _LATER = 10**9  # a step by which every schedule has ended

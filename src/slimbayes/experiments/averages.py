@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.apply.ahead import Ahead
-from slimbayes.draws import draw_flat, evaluating, flatten_inputs
+from slimbayes.draws import draw_flat
+from slimbayes.handed import flatten_inputs
+from slimbayes.probing import evaluating
 from slimbayes.record import find_record
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slimbayes.extras import missing
 from slimbayes.frozen import plain
 from slimbayes.frozen.layers import Matrices, Members
 from slimbayes.frozen.network import Frozen
@@ -57,5 +58,5 @@ def _torchao() -> tuple[Any, Any]:
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
-        raise ImportError("int8 weights need torchao: pip install 'slimbayes[int8]'") from error
+        raise ImportError(missing("torchao", "a model of int8 weights", "int8")) from error
     return quantize_, Int8WeightOnlyConfig()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from slimbayes.draws import FlatInputs
 from slimbayes.export.programs import (
     FORMAT,
     Dynamic,
@@ -27,13 +26,15 @@ from slimbayes.export.programs import (
     example_inputs,
     to_program,
 )
+from slimbayes.extras import need
 from slimbayes.files import parse_json, read_whole, shortened, write_whole
 from slimbayes.frozen.network import Frozen
+from slimbayes.handed import FlatInputs
 
 KEY = "slimbayes"  # of the description among the file's metadata
 TOLERANCE = 1e-5
 LARGEST = 2**31 - 1  # bytes of one file: a limit of the format
-_NEEDS = "ONNX files need onnx, onnxscript and onnxruntime: pip install 'slimbayes[export]'"
+_FILE = "an ONNX file"  # what needs the packages
 
 
 def to_onnx(
@@ -116,10 +117,7 @@ class OnnxModel:
     """
 
     def __init__(self, source: str | os.PathLike[str] | bytes, threads: int | None = None) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise ImportError(_NEEDS) from error
+        onnxruntime = need("onnxruntime", _FILE, "export")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         if threads is not None:
@@ -221,11 +219,8 @@ def _numbered(name: str, value: Any) -> list[str]:
 
 
 def _onnx() -> Any:
-    try:
-        import onnx
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(_NEEDS) from error
+    onnx = need("onnx", _FILE, "export")  # first: onnxscript imports it, and would be named in its place
+    need("onnxscript", _FILE, "export")  # torch's exporter imports it
     return onnx
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.draws import FlatInputs, flatten_inputs
 from slimbayes.files import write_whole
 from slimbayes.frozen.making import as_arguments
 from slimbayes.frozen.network import Frozen
+from slimbayes.handed import FlatInputs, flatten_inputs
 from slimbayes.provenance import versions
 
 FORMAT = "slimbayes-export"

@@ -20,11 +20,11 @@ from slimbayes.apply.rank1 import Rank1Rule
 from slimbayes.apply.sampled import SampledRule
 from slimbayes.checkpoint import describe_methods
 from slimbayes.context import Draw, Frame
-from slimbayes.draws import FlatInputs, flatten_inputs, plan_for
 from slimbayes.frozen import plain
 from slimbayes.frozen.kernels import freeze_several
 from slimbayes.frozen.layers import Factored, FrozenLayer, Mask, Masked, Matrices, Members, Scaled, Tables
 from slimbayes.frozen.network import Frozen
+from slimbayes.handed import FlatInputs, flatten_inputs
 from slimbayes.late import Plan, signature
 from slimbayes.layers.base import Converted
 from slimbayes.layers.dropout import _Active
@@ -33,6 +33,7 @@ from slimbayes.layers.ensembled import Ensembled
 from slimbayes.layers.linear import BayesLinear, TransposedLinear
 from slimbayes.layers.norm import _Norm, _TrailingNorm
 from slimbayes.layers.several import Several
+from slimbayes.probing import plan_for
 from slimbayes.record import ATTRIBUTE, Record, find_record, unwrap
 
 

@@ -19,11 +19,12 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor, nn
 
 from slimbayes.convert import bayesianize
-from slimbayes.draws import draw, evaluating
+from slimbayes.draws import draw
 from slimbayes.likelihoods import Likelihood
 from slimbayes.methods import Method
 from slimbayes.predict import predict, scored
 from slimbayes.predictive import Predictive
+from slimbayes.probing import evaluating
 from slimbayes.record import find_record
 from slimbayes.sklearn.loop import BATCH, Outcome, Plan, Rows, make_optimizer, train, train_noise
 from slimbayes.sklearn.parameters import check_parameters, chosen_device, dtype_of, place_of, resolve

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slimbayes.checkpoint import CheckpointError, load, read_tensors, save
 from slimbayes.claims import check_network, shapes_of
-from slimbayes.files import parse_json, shortened, write_whole
+from slimbayes.files import FALSE_CLAIMS, parse_json, shortened, write_whole
 from slimbayes.methods import Method
 from slimbayes.sklearn.parameters import dtype_of
 from slimbayes.sklearn.scaling import Standardization
@@ -74,15 +74,7 @@ def read(path: str | os.PathLike[str], kinds: Mapping[str, type], network: Any, 
         return _restored(path, header, tensors, kinds, network, device)
     except (CheckpointError, _NetworkNeeded):
         raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except FALSE_CLAIMS as error:
         what = shortened(repr(error))
         raise CheckpointError(
             f"{str(path)!r} does not hold what it names, or {network!r} is another network ({what}); save it again"

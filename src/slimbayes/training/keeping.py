@@ -46,6 +46,14 @@ def keep(run: Run) -> None:
     run.states.write(tensors, facts)
 
 
+def due(run: Run, ended: bool) -> bool:
+    """Whether the state is to be written after this step: as often as was asked for, or as epochs end."""
+    every = run.settings.checkpoint_every
+    if every is not None:
+        ended = run.step == run.steps
+    return run.folder is not None and (ended or (every is not None and run.step % every == 0))
+
+
 def take_up(run: Run) -> list[Row]:
     """Put the folder's state into the run, if there is one, and return its history."""
     assert run.states is not None

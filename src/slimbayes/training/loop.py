@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,28 +16,18 @@ from torch import Tensor, nn
 
 from slimbayes import compiling
 from slimbayes.data import Dataset, RecordDataset, StreamedDataset
-from slimbayes.evaluate import evaluate
 from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError, guarded
 from slimbayes.record import find_record, unwrap
 from slimbayes.training.faults import Ending, ReaderDied, dead_worker, explained, release, stopped_words
 from slimbayes.training.guard import Guard, Skips, fusable
-from slimbayes.training.keeping import STATE, describe, keep, put_weights, take_up, weights_of
-from slimbayes.training.monitor import History, Progress, Row, spread_of, tensorboard, warn_of_collapse
-from slimbayes.training.naming import why
+from slimbayes.training.keeping import STATE, describe, due, keep, put_weights, take_up
+from slimbayes.training.monitor import History, Progress, Row, spread_of, tensorboard
 from slimbayes.training.recording import Recorder, check_recordable
+from slimbayes.training.rows import collect, log, short
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_source, mixed_seed
 from slimbayes.training.state import States, remove_partial
-from slimbayes.training.step import (
-    Objective,
-    StopTraining,
-    TrainingError,
-    channels_last,
-    in_dtype,
-    make_fabric,
-    private_randomness,
-    seed_generators,
-)
+from slimbayes.training.step import Objective, channels_last, make_fabric, private_randomness, seed_generators
 
 Callback = Callable[[int, Row], None]
 _AGAIN = 100  # more than there are readers
@@ -111,14 +100,11 @@ def fit(
         validation = replace(data, test=split)  # in the units of the training data
     if resume and folder is None:
         raise ValueError("resume=True needs the folder in which the run wrote its state")
-    likelihood = likelihood or (Gaussian() if _is_regression(data) else Categorical())
+    regression = isinstance(data, Dataset) and data.task == "regression"
+    likelihood = likelihood or (Gaussian() if regression else Categorical())
     run = Run(model, data, settings, validation, likelihood, num_data, folder, fabric, callback)
     with private_randomness(fabric.device):
         return run.train(resume, on_start or (lambda: None), progress and fabric.is_global_zero, label)
-
-
-def _is_regression(data: Any) -> bool:
-    return isinstance(data, Dataset) and data.task == "regression"
 
 
 class Run:
@@ -176,9 +162,8 @@ class Run:
         self.recorder = Recorder(self._compute, fabric.device) if settings.capture else None
         self.step = 0
         self.multiplier = -1.0  # of the rates that the optimizer has
-        self.sums = torch.zeros(
-            4, dtype=torch.float64
-        )  # of loss, nll, KL and 1 over steps made since the last row
+        # Of loss, nll, KL and 1 over steps made since the last row.
+        self.sums = torch.zeros(4, dtype=torch.float64)
         self.best: Row = {}
         self.best_weights: dict[str, Tensor] = {}
         self.waited = 0
@@ -189,17 +174,15 @@ class Run:
     def train(self, resume: bool, on_start: Callable[[], None], progress: bool, label: str) -> FitResult:
         rows = take_up(self) if resume else []
         on_start()
-        writes = self.folder is not None and self.fabric.is_global_zero
-        if writes and self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            remove_partial(self.folder)
+        folder = self.folder if self.fabric.is_global_zero else None  # one process writes
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_partial(folder)
             if not resume and self.states is not None:
                 self.states.clear()
             describe(self, resume)
-        self.history = History(
-            self.folder / "history.csv" if writes and self.folder is not None else None, rows
-        )
-        self.logger = tensorboard(self.folder) if writes else None
+        self.history = History(None if folder is None else folder / "history.csv", rows)
+        self.logger = tensorboard(folder)
         self.start = {} if rows else spread_of(self.model)
         self.clock = time.monotonic()
         bar = Progress(self.steps, self.step, label)
@@ -216,11 +199,6 @@ class Run:
             self.history.rows, self.step, epoch, self.seconds(), self.done, self.best, self.skips.total
         )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the network's parameters."""
-        return next((p.dtype for p in self.model.parameters()), torch.float32)
-
     def seconds(self) -> float:
         return self.earlier + time.monotonic() - self.clock
 
@@ -235,10 +213,8 @@ class Run:
                     return
                 outcome = self._explained(error)
                 break
-            except (
-                Exception
-            ) as caught:  # a loader that lost a reader raises again when another one ends, amid this
-                error = caught
+            except Exception as caught:
+                error = caught  # a loader that lost a reader raises again when another one ends, amid this
         else:
             outcome = None
         assert error is not None
@@ -278,21 +254,22 @@ class Run:
             self.step += 1
             ended = self.step == self.steps or self.step % self.per_epoch == 0
             logs = self.step % self.settings.log_every == 0
-            due = self._checkpoint_due(ended)
+            writes = due(self, ended)
             # Reading a loss waits for the device: every step on a CPU, now and then on a GPU.
-            looks = logs or ended or due or self.fabric.device.type == "cpu"
+            looks = logs or ended or writes or self.fabric.device.type == "cpu"
             if looks:
-                last = self._collect(pending)
+                last = collect(self, pending)
                 pending = []
-                rate = seen * self._global_batch(batch) / max(time.monotonic() - clock, 1e-9)
+                examples = seen * len(batch[1]) * int(self.fabric.world_size)
+                rate = examples / max(time.monotonic() - clock, 1e-9)
                 if bar is not None:
-                    bar.show(self.step, _short(last, self.source.num_data), rate)
+                    bar.show(self.step, short(last, self.source.num_data), rate)
                 if ended or logs:
-                    self._log(epoch, rate, ended)
+                    log(self, epoch, rate, ended)
             stop = self.ending.agreed(self.fabric, looks)
             if stop and pending:
-                self._collect(pending)
-            if due or stop or (self.done and self.folder is not None):  # stopped early
+                collect(self, pending)
+            if writes or stop or (self.done and self.folder is not None):  # stopped early
                 keep(self)
             if stop:
                 raise self._ended()
@@ -341,122 +318,3 @@ class Run:
         made = self.guard.step(loss, norm, self.stepper.step)
         figures = (loss.detach().float(), nll.detach().float(), divergence.detach().float(), made)
         return torch.stack(figures)
-
-    def _collect(self, pending: list[Tensor]) -> Tensor:
-        """Add the figures of the steps that were made to the sums, averaged over processes; returns the last step's.
-
-        Steps that were left out are counted, or end the run.
-        """
-        figures = torch.stack(pending).double()  # [steps, 4]
-        if self.fabric.world_size > 1:
-            figures = self.fabric.all_reduce(figures, reduce_op="mean")
-        figures = figures.cpu()
-        for number, row in enumerate(figures.tolist(), self.step - len(figures) + 1):
-            if row[3] == 1:
-                self.skips.in_a_row, self.skips.last_finite = 0, number
-                continue
-            for count in ("since_row", "in_a_row", "total"):
-                setattr(self.skips, count, getattr(self.skips, count) + 1)
-            if self.settings.on_nonfinite == "stop" or self.skips.in_a_row >= self.settings.max_skips:
-                raise TrainingError(why(self, number, row))
-            if self.skips.total == 1:
-                text = why(self, number, row)  # in all processes, which tell each other
-                if self.fabric.is_global_zero:
-                    warnings.warn(f"left out: {text}", stacklevel=6)  # who called fit
-        made = figures[figures[:, 3] == 1]
-        self.sums[:3] += made[:, :3].sum(0)
-        self.sums[3] += len(made)
-        return figures[-1]
-
-    def _global_batch(self, batch: Batch) -> int:
-        return len(batch[1]) * int(self.fabric.world_size)
-
-    def _log(self, epoch: int, rate: float, ended: bool) -> None:
-        loss, nll, divergence = (self.sums[:3] / self.sums[3]).tolist()
-        self.sums.zero_()
-        step = self.step - 1
-        row: Row = {
-            "step": self.step,
-            "epoch": round(self.step / self.per_epoch, 4),
-            "loss": loss,
-            "nll": nll,
-            "kl": divergence,
-            "lr": self.settings.lr * self.settings.multiplier(step, self.steps, self.per_epoch),
-            "kl_weight": self.settings.kl_factor(step, self.steps),
-            "examples_per_second": rate,
-            **spread_of(self.model),
-        }
-        if self.settings.on_nonfinite == "skip":
-            row["skipped"] = self.skips.since_row
-        self.skips.since_row = 0
-        last_step = self.step == self.steps
-        if (
-            self.validation is not None
-            and ended
-            and (last_step or (epoch + 1) % self.settings.validate_every == 0)
-        ):
-            row.update(self._validate())
-        self.history.add(row)
-        if self.fabric.is_global_zero:
-            warn_of_collapse(self.history.rows, self.start)
-        if self.logger is not None:
-            named = {f"train/{k}": v for k, v in row.items() if k != "step"}
-            try:
-                self.logger.log_metrics(named, step=self.step)
-            except (
-                Exception
-            ) as error:  # its thread dies where the disk is full: the run itself will say so, if it is
-                warnings.warn(
-                    f"TensorBoard cannot be written from step {self.step} on: {error!r}", stacklevel=2
-                )
-                self.logger = None
-        self._call(row)
-
-    def _call(self, row: Row) -> None:
-        """The callback, in the first process; when it stops the run, the run stops in all of them."""
-        stop: StopTraining | None = None
-        if self.callback is not None and self.fabric.is_global_zero:
-            try:
-                self.callback(self.step, row)
-            except StopTraining as error:
-                stop = error
-        if self.fabric.world_size > 1:
-            stop = self.fabric.broadcast(stop)
-        if stop is not None:
-            keep(self)
-            raise stop
-
-    def _validate(self) -> Row:
-        """Figures on the validation data, from the first process; decides on early stopping for all."""
-        row: Row = {}
-        if self.fabric.is_global_zero and self.validation is not None:
-            figures = evaluate(
-                self.model, self.validation.epoch(0), samples=self.settings.validation_samples,
-                seed=mixed_seed(self.settings.seed, 4), likelihood=self.likelihood,
-                target_scaling=self.target_scaling, prepare=lambda inputs: in_dtype(inputs, self.dtype),
-            )  # fmt: skip
-            wanted = ("nll", "accuracy", "ece", "rmse")
-            row = {f"validation_{name}": figures[name] for name in wanted if name in figures}
-            row.setdefault("validation_nll", math.nan)  # a figure that is not defined is left out there
-        if self.fabric.world_size > 1:
-            row = self.fabric.broadcast(row)
-        if not self.best or row["validation_nll"] < self.best["validation_nll"]:
-            self.best, self.waited = {"step": self.step, **row}, 0
-            if self.settings.early_stopping is not None:
-                self.best_weights = {k: v.detach().clone() for k, v in weights_of(self).items()}
-        else:
-            self.waited += 1
-        patience = self.settings.early_stopping
-        self.done = patience is not None and self.waited >= patience
-        return row
-
-    def _checkpoint_due(self, ended: bool) -> bool:
-        every = self.settings.checkpoint_every
-        if every is not None:
-            ended = self.step == self.steps
-        return self.folder is not None and (ended or (every is not None and self.step % every == 0))
-
-
-def _short(figures: Tensor, num_data: int) -> str:
-    loss, nll, divergence, _ = figures.tolist()
-    return f"loss {loss:.4f}  nll {nll:.4f}  kl/data {divergence / num_data:.4f}"

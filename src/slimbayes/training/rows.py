@@ -1,0 +1,130 @@
+"""The rows of a run: steps gathered into figures, validation and early stopping, and who is told of them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slimbayes.evaluate import evaluate
+from slimbayes.training.keeping import keep, weights_of
+from slimbayes.training.monitor import Row, spread_of, warn_of_collapse
+from slimbayes.training.naming import why
+from slimbayes.training.sources import mixed_seed
+from slimbayes.training.step import StopTraining, TrainingError, in_dtype
+
+if TYPE_CHECKING:
+    from slimbayes.training.loop import Run
+
+
+def collect(run: Run, pending: list[Tensor]) -> Tensor:
+    """Add the figures of the steps that were made to the sums, averaged over processes; returns the last step's.
+
+    Steps that were left out are counted, or end the run.
+    """
+    figures = torch.stack(pending).double()  # [steps, 4]
+    if run.fabric.world_size > 1:
+        figures = run.fabric.all_reduce(figures, reduce_op="mean")
+    figures = figures.cpu()
+    for number, row in enumerate(figures.tolist(), run.step - len(figures) + 1):
+        if row[3] == 1:
+            run.skips.in_a_row, run.skips.last_finite = 0, number
+            continue
+        for count in ("since_row", "in_a_row", "total"):
+            setattr(run.skips, count, getattr(run.skips, count) + 1)
+        if run.settings.on_nonfinite == "stop" or run.skips.in_a_row >= run.settings.max_skips:
+            raise TrainingError(why(run, number, row))
+        if run.skips.total == 1:
+            text = why(run, number, row)  # in all processes, which tell each other
+            if run.fabric.is_global_zero:
+                warnings.warn(f"left out: {text}", stacklevel=6)  # who called fit
+    made = figures[figures[:, 3] == 1]
+    run.sums[:3] += made[:, :3].sum(0)
+    run.sums[3] += len(made)
+    return figures[-1]
+
+
+def log(run: Run, epoch: int, rate: float, ended: bool) -> None:
+    """A row of the steps since the one before: into the history, to TensorBoard, to the callback."""
+    loss, nll, divergence = (run.sums[:3] / run.sums[3]).tolist()
+    run.sums.zero_()
+    step = run.step - 1
+    row: Row = {
+        "step": run.step,
+        "epoch": round(run.step / run.per_epoch, 4),
+        "loss": loss,
+        "nll": nll,
+        "kl": divergence,
+        "lr": run.settings.lr * run.settings.multiplier(step, run.steps, run.per_epoch),
+        "kl_weight": run.settings.kl_factor(step, run.steps),
+        "examples_per_second": rate,
+        **spread_of(run.model),
+    }
+    if run.settings.on_nonfinite == "skip":
+        row["skipped"] = run.skips.since_row
+    run.skips.since_row = 0
+    last_step = run.step == run.steps
+    if run.validation is not None and ended and (last_step or (epoch + 1) % run.settings.validate_every == 0):
+        row.update(_validate(run))
+    run.history.add(row)
+    if run.fabric.is_global_zero:
+        warn_of_collapse(run.history.rows, run.start)
+    if run.logger is not None:
+        named = {f"train/{k}": v for k, v in row.items() if k != "step"}
+        try:
+            run.logger.log_metrics(named, step=run.step)
+        except Exception as error:
+            # Its thread dies where the disk is full: the run itself will say so, if it is.
+            warnings.warn(f"TensorBoard cannot be written from step {run.step} on: {error!r}", stacklevel=2)
+            run.logger = None
+    _call(run, row)
+
+
+def _call(run: Run, row: Row) -> None:
+    """The callback, in the first process; when it stops the run, the run stops in all of them."""
+    stop: StopTraining | None = None
+    if run.callback is not None and run.fabric.is_global_zero:
+        try:
+            run.callback(run.step, row)
+        except StopTraining as error:
+            stop = error
+    if run.fabric.world_size > 1:
+        stop = run.fabric.broadcast(stop)
+    if stop is not None:
+        keep(run)
+        raise stop
+
+
+def _validate(run: Run) -> Row:
+    """Figures on the validation data, from the first process; decides on early stopping for all."""
+    row: Row = {}
+    if run.fabric.is_global_zero and run.validation is not None:
+        dtype = next((p.dtype for p in run.model.parameters()), torch.float32)
+        figures = evaluate(
+            run.model, run.validation.epoch(0), samples=run.settings.validation_samples,
+            seed=mixed_seed(run.settings.seed, 4), likelihood=run.likelihood,
+            target_scaling=run.target_scaling, prepare=lambda inputs: in_dtype(inputs, dtype),
+        )  # fmt: skip
+        wanted = ("nll", "accuracy", "ece", "rmse")
+        row = {f"validation_{name}": figures[name] for name in wanted if name in figures}
+        row.setdefault("validation_nll", math.nan)  # a figure that is not defined is left out there
+    if run.fabric.world_size > 1:
+        row = run.fabric.broadcast(row)
+    if not run.best or row["validation_nll"] < run.best["validation_nll"]:
+        run.best, run.waited = {"step": run.step, **row}, 0
+        if run.settings.early_stopping is not None:
+            run.best_weights = {k: v.detach().clone() for k, v in weights_of(run).items()}
+    else:
+        run.waited += 1
+    patience = run.settings.early_stopping
+    run.done = patience is not None and run.waited >= patience
+    return row
+
+
+def short(figures: Tensor, num_data: int) -> str:
+    """The figures of a step for the line on the screen."""
+    loss, nll, divergence, _ = figures.tolist()
+    return f"loss {loss:.4f}  nll {nll:.4f}  kl/data {divergence / num_data:.4f}"

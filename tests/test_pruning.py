@@ -1,7 +1,7 @@
 """Signal-to-noise pruning, posteriors beside their priors, and figures of both."""
 
-import sys
 import math
+import sys
 
 import pytest
 import torch

@@ -29,6 +29,9 @@ def without(monkeypatch):
     """Make a package as if it were not installed."""
 
     def block(package):
+        if package == "accelerate" and importlib.util.find_spec("transformers"):
+            # transformers remembers for good whether it was there when it was first asked.
+            importlib.import_module("slimbayes.integrations.transformers")
         for name in [name for name in sys.modules if name.split(".")[0] == package]:
             monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.setitem(sys.modules, package, None)

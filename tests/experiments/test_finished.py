@@ -81,6 +81,15 @@ def test_a_folder_without_finished_networks_is_an_error(tmp_path):
     assert not (tmp_path / "empty").exists()
 
 
+def test_entries_that_need_every_network_name_the_first_that_is_missing(tmp_path):
+    with pytest.raises(
+        OutOfTime, match=r"mnist converged Mean-field seed 0 is not finished in .*nothing is trained"
+    ):
+        reproduce(
+            "ktied/table2", "smoke", tmp_path, tmp_path / "w", progress=False, only=("mnist",), finished=True
+        )
+
+
 def test_networks_of_a_gpu_are_found_where_there_is_none(work):
     """Recipes name the precision and the device of training, and folders are named by recipes."""
     gpu = Session("smoke", work, progress=False)

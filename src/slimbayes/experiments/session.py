@@ -163,6 +163,9 @@ class Session:
         shape, outputs = prepared.data.shape, prepared.data.num_outputs
         known = self.processes.agreed(_finished(folder, facts, every))
         if known is None:
+            if self.finished:
+                what = f"{recipe.setting} {recipe.purpose} {recipe.label} seed {seed}"
+                raise OutOfTime(f"{what} is not finished in {str(self.work)!r}, and nothing is trained here")
             self.processes.by_first(self.check_time)
             known = self._train(recipe, prepared, seed, folder, facts, probe, every, resume)
 

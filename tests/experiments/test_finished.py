@@ -5,12 +5,13 @@ import shutil
 
 import pytest
 import torch
+from helpers_cli import runner
 
 from slimbayes.experiments import rank1_recipes, read_result
-from slimbayes.experiments.finished import trained_on
-from slimbayes.experiments.rank1_recipes import BATCH_ENSEMBLE, GAUSSIAN, MAIN, jobs_of, prepare, recipe
+from slimbayes.experiments.finished import Unfinished, trained_on
+from slimbayes.experiments.rank1_recipes import BATCH_ENSEMBLE, GAUSSIAN, MAIN, jobs_of, recipe
 from slimbayes.experiments.running import reproduce
-from slimbayes.experiments.session import MEASURED, OutOfTime, Session
+from slimbayes.experiments.session import MEASURED, Session
 
 ENTRY = "rank1/figure5"
 
@@ -69,44 +70,62 @@ def test_networks_that_are_not_finished_are_left_out_and_named(made, work):
 def test_what_was_not_measured_is_said_and_not_measured_now(work):
     (folder_of(work, GAUSSIAN, 0) / MEASURED).unlink()
     with pytest.raises(
-        OutOfTime, match=f"{MAIN} {GAUSSIAN} seed 0 is trained, but .* not measured of it: clean"
+        Unfinished, match=f"'clean, .*' of {MAIN} {GAUSSIAN} seed 0 is not in .*nothing is trained"
     ):
         report(work)
     assert not (folder_of(work, GAUSSIAN, 0) / MEASURED).exists()
 
 
 def test_a_folder_without_finished_networks_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=f"{ENTRY}: .*empty' holds no finished network of {MAIN}"):
+    with pytest.raises(Unfinished, match=f"{ENTRY}: .*empty' holds no finished network of {MAIN}"):
         report(tmp_path / "empty")
     assert not (tmp_path / "empty").exists()
 
 
 def test_entries_that_need_every_network_name_the_first_that_is_missing(tmp_path):
-    with pytest.raises(
-        OutOfTime, match=r"mnist converged Mean-field seed 0 is not finished in .*nothing is trained"
-    ):
+    with pytest.raises(Unfinished, match=r"mnist converged Mean-field seed 0 is not in .*nothing is trained"):
         reproduce(
             "ktied/table2", "smoke", tmp_path, tmp_path / "w", progress=False, only=("mnist",), finished=True
         )
 
 
+def test_the_command_fails_for_good_where_something_is_missing(monkeypatch, capsys, work):
+    """Not with the code of a spent budget: a loop that goes on while it sees that one would never end."""
+    run = runner(monkeypatch, capsys)
+    words = (
+        "reproduce",
+        ENTRY,
+        "--seeds",
+        2,
+        "--only",
+        MAIN,
+        "--work",
+        work,
+        "--results",
+        work.parent / "r",
+        "--finished",
+    )
+    run(*words, code=0)
+    (folder_of(work, GAUSSIAN, 1) / MEASURED).unlink()
+    assert f"{GAUSSIAN} seed 1" in " ".join(run(*words, code=1).err.split())
+
+
 def test_networks_of_a_gpu_are_found_where_there_is_none(work):
     """Recipes name the precision and the device of training, and folders are named by recipes."""
-    gpu = Session("smoke", work, progress=False)
-    gpu.device = torch.device("cuda")
-    prepared = prepare(gpu, MAIN)
-    for job in jobs_of(gpu, MAIN, (GAUSSIAN, BATCH_ENSEMBLE)):
-        old = folder_of(work, job.label, job.seed)
+    gpu = Session("smoke", work, progress=False, finished=torch.device("cuda"))
+    for label in (GAUSSIAN, BATCH_ENSEMBLE):
+        old, training = folder_of(work, label, 0), recipe(gpu, MAIN, label).training.to_dict()
+        assert training["precision"] == "bf16-mixed"
         known = json.loads((old / "run.json").read_text())
-        known["facts"]["training"] = recipe(gpu, MAIN, job.label).training.to_dict()
-        known["facts"]["prepared"] = prepared.key
-        assert known["facts"]["training"]["precision"] == "bf16-mixed"
-        new = gpu._folder(recipe(gpu, MAIN, job.label), job.seed, known["facts"])
-        old.rename(new)
-        (new / "run.json").write_text(json.dumps(known))
-    for label in (GAUSSIAN, BATCH_ENSEMBLE):  # the second seed's are those of a CPU
+        known["facts"]["training"] = training
+        old.rename(gpu._folder(recipe(gpu, MAIN, label), 0, known["facts"]))
+        (folder_of(work, label, 0) / "run.json").write_text(json.dumps(known))
         shutil.rmtree(folder_of(work, label, 1))
-    assert trained_on(work) == torch.device("cuda")
+    # Another entry's network of a CPU lies beside them, and the folder's first is no guide.
+    other = {"facts": {"training": {"accelerator": "cpu"}}}
+    (work / "a" / "b").mkdir(parents=True)
+    (work / "a" / "b" / "run.json").write_text(json.dumps(other))
+    assert trained_on(work) == [torch.device("cpu"), torch.device("cuda")]
     found = report(work)
     assert {row["label"] for row in found["tables"][0]["rows"]} == {GAUSSIAN, BATCH_ENSEMBLE}
     assert len(found["runs"]) == 2
@@ -115,10 +134,10 @@ def test_networks_of_a_gpu_are_found_where_there_is_none(work):
 
 def test_only_a_report_looks_for_finished_networks(work):
     everything = jobs_of(Session("smoke", work, progress=False), MAIN)
-    there = jobs_of(Session("smoke", work, progress=False, finished=True), MAIN)
+    there = jobs_of(Session("smoke", work, progress=False, finished=torch.device("cpu")), MAIN)
     assert len(everything) == len(rank1_recipes.rows_of(MAIN))
     assert {job.label for job in there} == {GAUSSIAN, BATCH_ENSEMBLE}
-    left_out = Session("smoke", work, progress=False, finished=True, only=("cifar100",))
+    left_out = Session("smoke", work, progress=False, finished=torch.device("cpu"), only=("cifar100",))
     assert jobs_of(left_out, MAIN) == everything and not left_out.missing
 
 
@@ -135,4 +154,5 @@ def test_table_8_has_what_was_measured_of_it(tmp_path):
     labels = [row["label"] for row in found["tables"][0]["rows"]]
     assert "1 sample" in labels and not {"4 samples", "25 samples"} & set(labels)
     assert {"4 samples", "25 samples"} < {row["label"] for row in whole["tables"][0]["rows"]}
-    assert any(f"not measured of it: {dropped[0]}" in text for text in found["deviations"])
+    said = f"{MAIN}: {dropped[0]!r} of {MAIN} {GAUSSIAN} seed 0 is not in the work folder"
+    assert any(text.startswith(said) for text in found["deviations"])

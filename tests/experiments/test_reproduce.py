@@ -116,7 +116,7 @@ def test_a_stopped_experiment_goes_on_to_the_same_result(tmp_path, monkeypatch):
     calls = iter(range(1000))
     trained = []
 
-    def stop(self):
+    def stop(self, work=""):
         if next(calls) == 4:
             raise OutOfTime("spent")
 

@@ -18,20 +18,23 @@ FACTS = "run.json"  # beside every network that was trained to its end
 J = TypeVar("J", bound=Job)
 
 
-def trained_on(work: Path) -> torch.device:
-    """The kind of device that the networks of a folder were trained on: recipes depend on it.
+class Unfinished(ValueError):
+    """What a report of finished networks needs is not in the work folder: trying again does not help."""
+
+
+def trained_on(work: Path) -> list[torch.device]:
+    """The kinds of devices that the networks of a folder were trained on: their recipes name them.
 
     >>> trained_on(Path("nothing there"))
-    device(type='cpu')
+    [device(type='cpu')]
     """
-    for path in sorted(work.rglob(FACTS)):
+    kinds = set()
+    for path in work.rglob(FACTS):
         try:
-            return torch.device(
-                json.loads(path.read_text(encoding="utf-8"))["facts"]["training"]["accelerator"]
-            )
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+            kinds.add(json.loads(path.read_text(encoding="utf-8"))["facts"]["training"]["accelerator"])
+        except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged, or of another kind: it is no finished network
-    return torch.device("cpu")
+    return [torch.device(kind) for kind in ("cpu", "cuda") if kind in kinds] or [torch.device("cpu")]
 
 
 def present(session: Session, jobs: Sequence[J], train: Callable[[Session, J], Any]) -> list[J]:
@@ -39,10 +42,26 @@ def present(session: Session, jobs: Sequence[J], train: Callable[[Session, J], A
 
     Settings that the call leaves out stay as they are: nobody asks for their networks.
     """
-    if not session.finished:
+    if session.finished is None:
         return list(jobs)
-    asked = [not session.only or job.setting in session.only for job in jobs]
-    return [job for job, mine in zip(jobs, asked, strict=True) if not mine or session.has(job, train)]
+    return [
+        job
+        for job in jobs
+        if (session.only and job.setting not in session.only) or _is_there(session, job, train)
+    ]
+
+
+def _is_there(session: Session, job: J, train: Callable[[Session, J], Any]) -> bool:
+    before = list(session.runs)  # a look is no use of a network
+    try:
+        train(session, job)
+    except Unfinished:
+        if job not in session.missing:
+            session.missing.append(job)
+        return False
+    finally:
+        session.runs[:] = before
+    return True
 
 
 def left_out(session: Session, setting: str) -> list[str]:

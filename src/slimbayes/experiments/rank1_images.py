@@ -9,6 +9,7 @@ from typing import Any
 
 from slimbayes.experiments import rank1_checks as checks
 from slimbayes.experiments.catalogue import find
+from slimbayes.experiments.finished import Unfinished
 from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Trained
 from slimbayes.experiments.outcome import Outcome, Table, curve
@@ -47,7 +48,7 @@ from slimbayes.experiments.rank1_recipes import (
 )
 from slimbayes.experiments.rank1_words import deviations, title
 from slimbayes.experiments.runner import Paper, Runner
-from slimbayes.experiments.session import OutOfTime, Session
+from slimbayes.experiments.session import Session
 from slimbayes.training import predicted_spread
 
 _CORRUPTED = {"c_nll": "NLL under corruption", "c_ece": "ECE under corruption"}
@@ -154,21 +155,17 @@ def table8(session: Session, setting: str) -> Outcome:
             try:
                 figures = clean(session, found, job, count)
                 values = {**figures, **averaged(on_corrupted(session, found, job, count))}
-            except OutOfTime as error:
-                if not session.finished:
-                    raise
+            except Unfinished as error:  # of a row of samples nothing else depends
                 gaps.append(f"{error}.")
-                continue
-            table.add(label, values, figures["errors"])
+            else:
+                table.add(label, values, figures["errors"])
     ensembles = [label for label in find("rank1/table8").printed[0].rows if label.startswith("Ensemble")]
     for label, row in rows(session, setting, ensembles, BOTH).rows.items():
         table.take(label, row)
-    found_better = [
-        made
-        for more in labels[1:]
-        for made in checks.row_checks(table, more, labels[:1], _CORRUPTED, paired=True)
-    ]
-    return Outcome([table], checks=found_better, deviations=gaps)
+    outcome = Outcome([table], deviations=gaps)
+    for more in labels[1:]:
+        outcome.checks += checks.row_checks(table, more, labels[:1], _CORRUPTED, paired=True)
+    return outcome
 
 
 def ablation(

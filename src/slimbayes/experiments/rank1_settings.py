@@ -207,13 +207,13 @@ def short(setting: Setting, chosen: Chosen = TUNED) -> Setting:
     return replace(setting, methods=methods, training=training)
 
 
-def shared(l2: float = 5e-4) -> tuple[Setting, ...]:
+def shared() -> tuple[Setting, ...]:
     """What is tried on held-out images where components share each batch: schedules, noise, first distances, penalties.
 
     >>> [list(setting.methods) for setting in shared()][:2]
     [['Deterministic, steps'], ['Deterministic']]
     """
-    plain, ensemble = baselines_cifar()[0], batch_ensemble_cifar()
+    l2, plain, ensemble = 5e-4, baselines_cifar()[0], batch_ensemble_cifar()
     rates = (1e-3, 1e-2, 3e-2, 1e-1)
     normals = {f"{GAUSSIAN}, p = {rate:g}": gaussian(options=_AVERAGED, rate=rate) for rate in rates}
     more = {f"{GAUSSIAN}, p = 0.03, KL summed": gaussian(rate=3e-2)}

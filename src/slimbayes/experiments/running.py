@@ -12,7 +12,7 @@ import torch
 
 from slimbayes.experiments import emp_runners, ktied_runners, rank1_runners
 from slimbayes.experiments.catalogue import find
-from slimbayes.experiments.finished import left_out, origin
+from slimbayes.experiments.finished import Unfinished, left_out, origin, trained_on
 from slimbayes.experiments.joining import PARTS, held, join, joinable, named, tagged
 from slimbayes.experiments.pool import default_jobs, work_together
 from slimbayes.experiments.results import FORMAT, read_result, result_path, write_result
@@ -64,8 +64,6 @@ def reproduce(
         finished: report the networks that ``work`` holds, wherever they were trained; nothing is trained or measured.
     """
     check_names([name])
-    begun = time.monotonic()
-    runner = RUNNERS[name]
     options: dict[str, Any] = {
         "scale": scale,
         "work": str(work),
@@ -74,36 +72,48 @@ def reproduce(
         "budget": budget,
         "only": tuple(only),
     }
-    session = Session(
-        **options, progress=progress, say=say, devices=devices, num_nodes=num_nodes, finished=finished
-    )
+    more: dict[str, Any] = {"progress": progress, "say": say, "devices": devices, "num_nodes": num_nodes}
+    if not finished:
+        return _run(name, Session(**options, **more), options, results, jobs, trained)
+    missing = Unfinished(f"{name}: {str(work)!r} holds no network")
+    for device in trained_on(Path(work)):  # networks of a CPU and of a GPU may lie side by side
+        try:
+            return _run(name, Session(**options, **more, finished=device), options, results, 1, trained)
+        except Unfinished as error:
+            missing = error
+    raise missing
+
+
+def _run(
+    name: str, session: Session, options: dict[str, Any], results: str | Path, jobs: int | None, trained: bool
+) -> Path:
+    runner, finished = RUNNERS[name], session.finished is not None
     together = session.processes.number > 1
     needed = settings_of(name, session)
     if finished and runner.jobs and not set(session.only or needed) & set(needed):
-        raise ValueError(
-            f"{name}: {str(work)!r} holds no finished network of {', '.join(only) or 'its settings'}"
-        )
-    before = _other_settings(result_path(results, name, scale), needed, session)
+        what = ", ".join(session.only) or "its settings"
+        raise Unfinished(f"{name}: {str(session.work)!r} holds no finished network of {what}")
+    before = _other_settings(result_path(results, name, session.scale), needed, session)
     settings = session.chosen(*needed) if needed else ()
     if together and (not settings or not set(settings) <= set(runner.several)):
         raise ValueError(_one_device(name, runner))
     wanted = _wanted(runner, session)
     gaps = [text for setting in settings for text in left_out(session, setting)]
-    number = 1 if together or finished else default_jobs() if jobs is None else jobs
+    number = 1 if together else default_jobs() if jobs is None else jobs
     if number > 1 and not runner.alone and not trained:
-        work_together(wanted, options, number, say)
+        work_together(wanted, options, number, session.say)
     with settings_kept():
         for task in () if finished else wanted:
             task.run(session)
         parts = _report(runner, session, settings)
     spent = sum(run["seconds"] for run in session.runs)
     document: dict[str, Any] = {
-        "format": FORMAT, "version": 1, "experiment": name, "scale": scale,
+        "format": FORMAT, "version": 1, "experiment": name, "scale": session.scale,
         "settings": {setting: _facts(runner, session, setting, wanted) for setting in settings},
         **parts, "deviations": [*gaps, *_deviations(runner, session, needed), *parts["deviations"]],
         "runs": session.runs,
         "provenance": provenance(
-            command=_command(name, session, number), seconds=time.monotonic() - begun, training_seconds=spent,
+            command=_command(name, session, number), seconds=time.monotonic() - session.begun, training_seconds=spent,
             fingerprints={name: facts["fingerprint"] for name, facts in session.used.items()},
             seeds=sorted({run["seed"] for run in session.runs}),
         ),
@@ -111,7 +121,7 @@ def reproduce(
     if finished:
         document["provenance"] |= origin(session.runs, document["provenance"])
     if not session.processes.first:
-        return result_path(results, name, scale)
+        return result_path(results, name, session.scale)
     return write_result(document if before is None else join(document, before, needed), results)
 
 
@@ -142,7 +152,7 @@ def _command(name: str, session: Session, jobs: int) -> str:
         "num-nodes": session.processes.num_nodes if session.processes.num_nodes > 1 else None,
     }
     words = [f"--{option} {value}" for option, value in more.items() if value is not None]
-    words += ["--finished"] if session.finished else []
+    words += [] if session.finished is None else ["--finished"]
     return " ".join([f"slimbayes reproduce {name} --scale {session.scale}", *words])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -19,7 +20,7 @@ from slimbayes.checkpoint import CheckpointError, load, save
 from slimbayes.data import RecordDataset, Scaling
 from slimbayes.data import load as load_data
 from slimbayes.evaluate import assess
-from slimbayes.experiments.finished import FACTS, J, trained_on
+from slimbayes.experiments.finished import FACTS, Unfinished
 from slimbayes.experiments.networks import (
     MODEL,
     Prepared,
@@ -68,7 +69,7 @@ class Session:
         only: Sequence[str] = (),
         devices: int = 1,
         num_nodes: int = 1,
-        finished: bool = False,
+        finished: torch.device | None = None,
     ) -> None:
         if scale not in SCALES:
             raise ValueError(f"scale={scale!r} is unknown; use one of {', '.join(SCALES)}")
@@ -79,10 +80,9 @@ class Session:
         self.scale, self.data_root, self.seeds = scale, data_root, seeds
         self.work, self.only = Path(work), tuple(only)
         self.progress, self.say = progress, say
-        self.finished = finished  # what is there is reported; nothing is trained or measured
+        self.finished = finished  # the device whose networks are reported, and none is trained or measured
         self.missing: list[Job] = []  # that were asked for and are not there
-        here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.device = trained_on(self.work) if finished else here
+        self.device = finished or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.begun = time.monotonic()
         self.deadline = None if budget is None else self.begun + budget
         self.runs: list[dict[str, Any]] = []
@@ -136,12 +136,13 @@ class Session:
         found: PreparedRecords = self.once(("records", name, repr(options)), read)
         return found
 
-    def check_time(self) -> None:
-        """Raise when the time of this call is spent, or the process that began this one was killed."""
-        if self.finished:
-            raise OutOfTime(
-                "what is asked for is not finished in the work folder, and nothing is trained or measured"
-            )
+    def check_time(self, work: str = "what is asked for") -> None:
+        """Raise when the time of this call is spent, or the process that began this one was killed.
+
+        A session that reports what is finished has no time for any ``work``, and says what it would have been.
+        """
+        if self.finished is not None:
+            raise Unfinished(f"{work} is not in the work folder, and nothing is trained or measured")
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
             raise OutOfTime("the process that began this one is gone")
@@ -163,10 +164,8 @@ class Session:
         shape, outputs = prepared.data.shape, prepared.data.num_outputs
         known = self.processes.agreed(_finished(folder, facts, every))
         if known is None:
-            if self.finished:
-                what = f"{recipe.setting} {recipe.purpose} {recipe.label} seed {seed}"
-                raise OutOfTime(f"{what} is not finished in {str(self.work)!r}, and nothing is trained here")
-            self.processes.by_first(self.check_time)
+            label = f"{recipe.setting} {recipe.purpose} {recipe.label} seed {seed}"
+            self.processes.by_first(functools.partial(self.check_time, label))
             known = self._train(recipe, prepared, seed, folder, facts, probe, every, resume)
 
         def read() -> nn.Module:
@@ -261,26 +260,11 @@ class Session:
         if before != state:
             known = {"state": state}
         if key not in known:
-            if self.finished:
-                what = f"{trained.recipe.setting} {trained.recipe.label} seed {trained.seed}"
-                raise OutOfTime(f"{what} is trained, but this was not measured of it: {key}")
-            self.check_time()
+            recipe = trained.recipe
+            self.check_time(f"{key!r} of {recipe.setting} {recipe.label} seed {trained.seed}")
             known[key] = make()
             write_whole(path, json.dumps(known))
         return known[key]
-
-    def has(self, job: J, train: Callable[[Session, J], Any]) -> bool:
-        """Whether ``train(session, job)`` finds its network finished; where not, the job is noted as missing."""
-        before = list(self.runs)  # a look is no use of a network
-        try:
-            self.once(("finished", job), lambda: train(self, job))
-        except OutOfTime:
-            if job not in self.missing:
-                self.missing.append(job)
-            return False
-        finally:
-            self.runs[:] = before
-        return True
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """What is made once in a call and not kept: corrupted images."""

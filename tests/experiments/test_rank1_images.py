@@ -23,6 +23,7 @@ from slimbayes.experiments.rank1_recipes import (
     CAUCHY,
     DETERMINISTIC,
     GAUSSIAN,
+    HEAVY,
     MAIN,
     MORE,
     SAME,
@@ -51,7 +52,9 @@ def test_rows_under_another_name_are_the_same_network():
         "both": "figure2", "K = 4": "figure3", "Average": "figure4", "p = 0.001": "figure-v1-5",
         "Real (Normal)": "figure9", "KL summed": "collapse",
     }  # fmt: skip
-    assert set(entries) == set(SAME)
+    assert set(entries) == set(SAME) - {"p = 0.01"}  # the rate that a search chose for short schedules
+    made = recipe(Session("gpu", "work"), SHORT, SAME["p = 0.01"])
+    assert sb.specs.parse_method(made.method).dropout_rate == 0.01
     main = rows_of(MAIN)[GAUSSIAN]
     for label, entry in entries.items():
         settings = [s for s in find(f"rank1/{entry}").settings if label in s.methods]
@@ -119,7 +122,7 @@ def test_short_schedules_take_what_the_search_chose(setting):
     chosen = SIZES[setting, "gpu"].chosen
     assert (chosen.search == "rank1/tuning") == (setting == MAIN)
     labels = {job.label for job in jobs_of(session, setting)}
-    assert setting != SHORT or len(labels) == 8  # of which Figures 2 and 3 and Table 8 are made
+    assert setting != SHORT or len(labels) == 11  # of which Figures 2, 3 and v1-5 and Table 8 are made
     for label in labels:
         ours = sb.specs.parse_method(recipe(session, setting, label).method)
         paper = sb.specs.parse_method(rows_of(setting)[label].method)
@@ -128,7 +131,7 @@ def test_short_schedules_take_what_the_search_chose(setting):
             changed = {"dropout_rate": float(chosen.heavy_rate)}
             changed |= {"kl_reduction": "mean"} if chosen.heavy_options else {}
         elif isinstance(paper, sb.Rank1):
-            changed = {"dropout_rate": chosen.rate}
+            changed = {} if label.startswith("p = ") else {"dropout_rate": chosen.rate}
             changed |= {"kl_reduction": "mean"} if chosen.options else {}
         if isinstance(paper, (sb.Rank1, sb.BatchEnsemble)) and chosen.distance is not None:
             changed["random_sign_init"] = -chosen.distance
@@ -166,6 +169,16 @@ def test_the_search_of_shared_batches_changes_one_thing_at_a_time():
     assert other.method == one.method
     assert other.training == dataclasses.replace(one.training, schedule="steps")
     assert one.training.schedule == "cosine"
+    heavy = {job.label: recipe(session, HEAVY, job.label) for job in jobs_of(session, HEAVY)}
+    assert len(heavy) == 5 and len(jobs_of(session, HEAVY)) == 10
+    known = [label for label in heavy if label in found]
+    assert len(known) == 2
+    for label in known:
+        assert dataclasses.replace(heavy[label], setting=SHARED) == found[label]
+    least = heavy[f"{CAUCHY}, p = 1e-10, close"]
+    for rate in ("1e-8", "1e-7", "1e-6"):
+        other = heavy[f"{CAUCHY}, p = {rate}, close"]
+        assert other.method == least.method.replace("1e-10", rate) and other.training == least.training
 
 
 def test_networks_of_equal_parameters_at_gpu_scale():

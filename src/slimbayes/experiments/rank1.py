@@ -89,7 +89,7 @@ _FIGURES = (
         "A start close to zero gives far better accuracy at a small cost in calibration.",
         (
             settings.rank1_cifar(
-                {f"p = {rate:g}": settings.gaussian(rate=rate) for rate in (1e-3, 0.1, 0.2, 0.3)}
+                {f"p = {rate:g}": settings.gaussian(rate=rate) for rate in (1e-3, *settings.NOISY)}
             ),
         ),
         _CLEAN, 96,

@@ -31,6 +31,7 @@ from slimbayes.experiments.rank1_recipes import (
     DETERMINISTIC,
     EQUAL,
     GAUSSIAN,
+    HEAVY,
     MAIN,
     MORE,
     SETTINGS,
@@ -46,9 +47,12 @@ from slimbayes.experiments.rank1_recipes import (
     size_of,
     train,
 )
+from slimbayes.experiments.rank1_settings import NOISY
 from slimbayes.experiments.rank1_words import deviations, title
 from slimbayes.experiments.runner import Paper, Runner
 from slimbayes.experiments.session import Session
+from slimbayes.methods import Rank1
+from slimbayes.specs import parse_method
 from slimbayes.training import predicted_spread
 
 _CORRUPTED = {"c_nll": "NLL under corruption", "c_ece": "ECE under corruption"}
@@ -127,6 +131,8 @@ def main_table(entry: str, session: Session, setting: str) -> Outcome:
         more = _more_samples(session, setting, table)
         return Outcome([main, more], checks=checks.absolute_checks(more))
     outcome = Outcome([main], checks=[*parameter_checks(entry), *checks.order_checks(table)])
+    if setting == EQUAL:
+        outcome.tables.append(_more_samples(session, setting, table))
     outcome.tables += beside(table, printed[1:])
     if any(other.name == "hours" for other in printed):
         outcome.deviations.append("hours are those of networks of which several may have shared the GPU.")
@@ -194,6 +200,17 @@ def figure2(session: Session, setting: str) -> Outcome:
             f"rank1/collapse has ways to keep them apart."
         )
     return outcome
+
+
+_NOISY = tuple(f"p = {rate:g}" for rate in NOISY)
+
+
+def first_scales(session: Session, setting: str) -> Outcome:
+    """Figure 5 of arXiv v1: rates at which the factors' noise begins, the setting's own and larger ones."""
+    own = parse_method(recipe(session, setting, GAUSSIAN).method)
+    assert isinstance(own, Rank1)
+    first = f"p = {own.dropout_rate:g}"
+    return ablation((first, *_NOISY), CLEAN, {first: _NOISY[-1:]}, {"nll": "NLL"}, session, setting)
 
 
 def severities(statistic: str, session: Session, setting: str) -> Outcome:
@@ -319,9 +336,7 @@ RUNNERS: dict[str, Runner] = {
         {"K = 4": ("K = 1",)}, {"nll": "NLL", **_CORRUPTED}, SHORT,
     ),
     "rank1/figure4": _runner(figure4, ABLATIONS, labels=("Average", "Mixture")),
-    "rank1/figure-v1-5": _ablation(
-        ("p = 0.001", "p = 0.1", "p = 0.2", "p = 0.3"), CLEAN, {"p = 0.001": ("p = 0.3",)}, {"nll": "NLL"}
-    ),
+    "rank1/figure-v1-5": _runner(first_scales, ABLATIONS, SHORT, labels=("p = 0.001", *_NOISY)),
     "rank1/figure5": _runner(figure5, MAIN, MORE, labels=_PAIR),
     "rank1/figure7": _runner(functools.partial(severities, "mean"), MAIN, MORE),
     "rank1/figure9": _ablation(
@@ -332,6 +347,6 @@ RUNNERS: dict[str, Runner] = {
     "rank1/figure11": _runner(functools.partial(severities, "median"), MORE),
     "rank1/collapse": _runner(collapse, ABLATIONS, labels=COLLAPSE),
     "rank1/tuning": _runner(tuning, TUNING),
-    "rank1/shared": _runner(tuning, SHARED),
+    "rank1/shared": _runner(tuning, SHARED, HEAVY),
     "rank1/ood": _runner(ood, MAIN),
 }  # fmt: skip

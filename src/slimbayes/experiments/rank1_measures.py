@@ -15,6 +15,7 @@ from slimbayes.evaluate import assess
 from slimbayes.experiments.images import Job, corrupted, evaluation, ready
 from slimbayes.experiments.networks import Trained
 from slimbayes.experiments.rank1_recipes import (
+    EQUAL,
     GAUSSIAN,
     MAIN,
     MORE,
@@ -174,10 +175,10 @@ def measure(session: Session, job: Job) -> float:
     on_corrupted(session, found, job)
     if job.setting == MAIN:
         foreign(session, found, job)
-    if job.label == GAUSSIAN and job.setting in (MAIN, SHORT, WIDE):
+    if job.label == GAUSSIAN and job.setting in (MAIN, SHORT, EQUAL, WIDE):
         for count in by_samples(session):
             clean(session, found, job, count)
-            if job.setting != WIDE:
+            if job.setting in (MAIN, SHORT):
                 on_corrupted(session, found, job, count)
     return found.seconds
 

@@ -22,8 +22,9 @@ from slimbayes.training import Training
 
 MAIN, MORE, ABLATIONS, WIDE = "cifar10", "cifar100", "cifar10-ablations", "cifar10-wide"
 TUNING, SHARED = "cifar10-tuning", "cifar10-shared"  # searches on held-out images
+HEAVY = "cifar10-heavy"  # the second one again, for Cauchys, over several seeds
 SHORT, EQUAL = "cifar10-short", "cifar10-equal"  # ablations and main methods with what the second one chose
-_TEN = (MAIN, ABLATIONS, WIDE, TUNING, SHARED, SHORT, EQUAL)
+_TEN = (MAIN, ABLATIONS, WIDE, TUNING, SHARED, HEAVY, SHORT, EQUAL)
 DATA = dict.fromkeys(_TEN, "cifar10") | {MORE: "cifar100"}
 GAUSSIAN, CAUCHY = settings.GAUSSIAN, settings.CAUCHY
 DETERMINISTIC, BATCH_ENSEMBLE = "Deterministic", "BatchEnsemble"
@@ -60,7 +61,7 @@ def _rows(entry: str) -> dict[str, Row]:
 # Rows of the paper's ablations that are its main network under another name.
 SAME = {
     "both": GAUSSIAN, "K = 4": GAUSSIAN, "Average": GAUSSIAN, "p = 0.001": GAUSSIAN, "Real (Normal)": GAUSSIAN,
-    "KL summed": GAUSSIAN,
+    "KL summed": GAUSSIAN, "p = 0.01": GAUSSIAN,
 }  # fmt: skip
 
 
@@ -79,6 +80,7 @@ def rows_of(setting: str) -> Mapping[str, Row]:
             MORE: "rank1/table3",
             TUNING: "rank1/tuning",
             SHARED: "rank1/shared",
+            HEAVY: "rank1/shared",
         }
         return _rows(entries.get(setting, "rank1/table2"))
     main = rows_of(MAIN)
@@ -122,8 +124,13 @@ def _narrow(depth: int, width: int, half: int) -> dict[str, str]:
 _TWO = ("Deterministic, l2 = 0.0002", "Rank-1 Gaussian, l2 = 0.0005, KL averaged, p = 0.01")
 _ABLATED = (
     GAUSSIAN, "r (outputs)", "s (inputs)", "K = 1", "K = 2", "K = 8", "K = 16", "K = 16, 4 per step",
+    *(f"p = {rate:g}" for rate in settings.NOISY),
 )  # fmt: skip
 _TRIED = (DETERMINISTIC, "Rank-1 Gaussian, p = 0.03")
+_CLOSE = ("BatchEnsemble, close", *(f"{CAUCHY}, p = {p}, close" for p in ("1e-10", "1e-8", "1e-7", "1e-6")))
+_SEARCHED = tuple(
+    label for setting in settings.shared() for label in setting.methods if label not in _CLOSE[2:]
+)
 _FOUR = (DETERMINISTIC, BATCH_ENSEMBLE, GAUSSIAN, CAUCHY)
 _SMOKE = Size(
     0.0, 1, 20, _narrow(10, 1, 1), "digits", chunk=1_000, probed=30, most_samples=2, steps=4, probes=2
@@ -157,8 +164,9 @@ SIZES: dict[tuple[str, str], Size] = {
     (TUNING, "paper"): _held_out(Size(1.0, 1, 0)),
     (SHARED, "smoke"): replace(_SMOKE, held_out=100, equal=True, split=0.2, rows=_TRIED),
     (SHARED, "desk"): _held_out(replace(_DESK, split=0.2)),
-    (SHARED, "gpu"): _held_out(replace(_SPLIT, share=0.08, chosen=None)),
+    (SHARED, "gpu"): _held_out(replace(_SPLIT, share=0.08, chosen=None, rows=_SEARCHED)),
     (SHARED, "paper"): _held_out(Size(1.0, 1, 0, split=0.2)),
+    (HEAVY, "gpu"): replace(_held_out(replace(_SPLIT, share=0.08, chosen=None, rows=_CLOSE)), seeds=2),
     (EQUAL, "gpu"): replace(_SPLIT, share=0.08, rows=_FOUR, equal=True),
     (SHORT, "gpu"): replace(_SPLIT, share=0.08, networks=_narrow(16, 2, 1), equal=True, rows=_ABLATED),
     (WIDE, "gpu"): replace(

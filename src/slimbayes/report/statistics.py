@@ -29,6 +29,8 @@ def stat(values: Iterable[float | None]) -> Stat:
     Stat(mean=2.0, error=0.577, n=3)
     >>> stat([4.0])
     Stat(mean=4.0, error=None, n=1)
+    >>> stat([2.8132] * 3)
+    Stat(mean=2.8132, error=0.0, n=3)
     >>> stat([1.0, None])
     Stat(mean=None, error=None, n=2)
     """
@@ -37,7 +39,8 @@ def stat(values: Iterable[float | None]) -> Stat:
     n = len(items)
     if not known or len(known) < n:
         return Stat(None, None, n)
-    mean = math.fsum(known) / n
+    same = min(known) == max(known)  # then a mean by division may be off by a rounding
+    mean = known[0] if same else math.fsum(known) / n
     if n == 1:
         return Stat(mean, None, 1)
     variance = math.fsum((value - mean) ** 2 for value in known) / (n - 1)

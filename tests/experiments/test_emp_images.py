@@ -298,7 +298,7 @@ def _no_facts(session, setting, jobs):
     return {"setting": setting}
 
 
-def _no_words(session, setting):
+def _no_words(session, setting, jobs):
     return [f"{setting}: words."]
 
 
@@ -326,6 +326,6 @@ def test_an_entry_may_have_the_settings_of_several_modules(session):
     assert runner.paper is both["emp/table6"].paper, "what two entries need is one task"
     assert runner.paper.order(jobs[-1]) == 7 and runner.paper.order(jobs[0]) == 0
     assert runner.paper.facts(session, "imagenet", []) == {"setting": "imagenet"}
-    assert runner.paper.deviations(session, "imagenet") == ["imagenet: words."]
+    assert runner.paper.deviations(session, "imagenet", []) == ["imagenet: words."]
     task = pickle.loads(pickle.dumps(Task(runner.paper, jobs[-1])))
     assert task.job == jobs[-1] and task.run(session) == 1.0

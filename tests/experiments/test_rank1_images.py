@@ -11,7 +11,7 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.data import Dataset, Scaling, Split
 from slimbayes.data import load as load_data
-from slimbayes.experiments import rank1_checks, rank1_images, rank1_measures, rank1_recipes
+from slimbayes.experiments import rank1_checks, rank1_images, rank1_measures, rank1_recipes, rank1_words
 from slimbayes.experiments.catalogue import find
 from slimbayes.experiments.images import Job
 from slimbayes.experiments.networks import Prepared
@@ -179,6 +179,16 @@ def test_the_search_of_shared_batches_changes_one_thing_at_a_time():
     for rate in ("1e-8", "1e-7", "1e-6"):
         other = heavy[f"{CAUCHY}, p = {rate}, close"]
         assert other.method == least.method.replace("1e-10", rate) and other.training == least.training
+
+
+def test_an_entry_says_where_its_own_rows_differ_and_no_others(session):
+    def said(*labels):
+        return " ".join(rank1_words.deviations(session, MAIN, jobs_of(session, MAIN, labels)))
+
+    few, all_of_them = said(GAUSSIAN, BATCH_ENSEMBLE), said()
+    for words in ("mean-field networks", "members of an ensemble", "width=5"):
+        assert words in all_of_them and words not in few
+    assert "width=10" in few and "digits" in few
 
 
 def test_networks_of_equal_parameters_at_gpu_scale():

@@ -38,7 +38,7 @@ def facts(session: Session, setting: str, jobs: Sequence[emp.Job]) -> dict[str, 
     }
 
 
-def deviations(session: Session, setting: str) -> list[str]:
+def deviations(session: Session, setting: str, jobs: Sequence[emp.Job]) -> list[str]:
     """Where a run at this scale differs from the paper's, in words."""
     said = [
         *imagenet.words(session, emp.RUNS[session.scale].network),

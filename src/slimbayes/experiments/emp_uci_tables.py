@@ -110,7 +110,7 @@ def facts(session: Session, setting: str, done: Sequence[Job]) -> dict[str, Any]
     }
 
 
-def deviations(session: Session, setting: str) -> list[str]:
+def deviations(session: Session, setting: str, jobs: Sequence[Job]) -> list[str]:
     """Where a data set at this scale differs from the paper's, in words."""
     size, paper = size_of(setting, session.scale), size_of(setting, "paper")
     said = []

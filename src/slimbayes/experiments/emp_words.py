@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slimbayes.experiments.emp_recipes import EXTRAS, EXTRAS_NOISE, INIT_NOISE, SIZES, prepare, size_of
+from slimbayes.experiments.images import Job
 from slimbayes.experiments.session import Session
 
 PAPER_NETWORK, PAPER_EPOCHS, PAPER_SAMPLES = "pyramidnet(depth=110, alpha=270)", 400, 200
@@ -24,7 +27,7 @@ def title(session: Session, setting: str) -> str:
     return f"{names.get(size.data, size.data)}, {size.network}"
 
 
-def deviations(session: Session, setting: str) -> list[str]:
+def deviations(session: Session, setting: str, jobs: Sequence[Job]) -> list[str]:
     """Where a setting at this scale differs from the paper's."""
     size = size_of(setting, session.scale)
     wanted = SIZES["cifar10-c" if setting == "cifar10-c" else "cifar100", "paper"].data

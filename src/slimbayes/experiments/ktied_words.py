@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slimbayes.experiments.ktied_grid import searched
-from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, prepare, recipe, size_of
+from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, Job, prepare, recipe, size_of
 from slimbayes.experiments.session import Session
 
 
@@ -74,7 +76,7 @@ def probed_choice(session: Session, setting: str) -> list[str]:
     ]
 
 
-def deviations(session: Session, setting: str) -> list[str]:
+def deviations(session: Session, setting: str, jobs: Sequence[Job]) -> list[str]:
     """Where a setting at this scale differs from the paper's, in words."""
     size, paper = size_of(setting, session.scale), size_of(setting, "paper")
     said = []

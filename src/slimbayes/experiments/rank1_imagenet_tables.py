@@ -47,7 +47,7 @@ def facts(session: Session, setting: str, jobs: Sequence[Job]) -> dict[str, Any]
     }
 
 
-def deviations(session: Session, setting: str) -> list[str]:
+def deviations(session: Session, setting: str, jobs: Sequence[Job]) -> list[str]:
     """Where a run at this scale differs from the paper's, in words."""
     paper = rows_of(setting)[BATCH_ENSEMBLE].setting.training["factor_lr_multiplier"]
     said = [

@@ -53,7 +53,7 @@ def facts(session: Session, setting: str, jobs: Sequence[Job]) -> dict[str, Any]
     }
 
 
-def deviations(session: Session, setting: str) -> list[str]:
+def deviations(session: Session, setting: str, jobs: Sequence[Job]) -> list[str]:
     """Where a setting at this scale differs from the paper's."""
     size, data = size_of(setting, session.scale), prepare(session, setting).data
     said = [data.source]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slimbayes.experiments import rank1_settings as settings
+from slimbayes.experiments.images import Job
 from slimbayes.experiments.rank1_recipes import (
     CAUCHY,
     DATA,
@@ -15,7 +18,6 @@ from slimbayes.experiments.rank1_recipes import (
     batch_of,
     data_of,
     epochs_of,
-    jobs_of,
     network_of,
     prepare,
     row_of,
@@ -50,10 +52,10 @@ def _first(setting: str, method: str) -> str:
     return next(label for label in rows_of(setting) if label.startswith(method))
 
 
-def deviations(session: Session, setting: str) -> list[str]:
-    """Where a setting at this scale differs from the paper's."""
+def deviations(session: Session, setting: str, jobs: Sequence[Job]) -> list[str]:
+    """Where a setting at this scale differs from the paper's, as far as the rows of these jobs do."""
     size, data = size_of(setting, session.scale), data_of(setting, session.scale)
-    count, labels = len(prepare(session, setting).data.test), _labels(session, setting)
+    count, labels = len(prepare(session, setting).data.test), list(dict.fromkeys(job.label for job in jobs))
     said = []
     if size.data:
         said.append(f"trained on {data}, not on {DATA[setting]}: only a test that the code runs.")
@@ -67,7 +69,7 @@ def deviations(session: Session, setting: str) -> list[str]:
     if size.steps is not None:
         said.append(f"{size.steps} steps of training, and at most {size.most_samples} samples per component.")
     elif size.share != 1 or size.equal:
-        said.append(_epochs(session, setting))
+        said.append(_epochs(session, setting, labels))
     if size.split is not None:
         said.append(
             f"a step has {ROWS} images, each seen by one component alone (split_batch), where the paper shows every "
@@ -136,14 +138,10 @@ def _first_rate(setting: str) -> float:
     return rate
 
 
-def _labels(session: Session, setting: str) -> list[str]:
-    return [job.label for job in jobs_of(session, setting) if job.seed == 0]
-
-
-def _epochs(session: Session, setting: str) -> str:
+def _epochs(session: Session, setting: str, labels: Sequence[str]) -> str:
     """One budget for all: the paper's epochs in one proportion, or those of rank-1 networks for every row.
 
-    >>> _epochs(Session("gpu", "work"), "cifar10-wide")
+    >>> _epochs(Session("gpu", "work"), "cifar10-wide", ["Rank-1 Gaussian"])
     "112 epochs for the deterministic network and 140 for rank-1 networks, the paper's 200 and 250; the KL grows ..."
     """
     both = [_first(setting, method) for method in (DETERMINISTIC, GAUSSIAN)]
@@ -153,23 +151,18 @@ def _epochs(session: Session, setting: str) -> str:
         return (
             f"{ours[0]} epochs for every row, in steps of {batch_of(setting, session.scale, both[0])} images; the "
             f"paper's baselines have {paper[0]} or {paper[1]} in steps of 512, its rank-1 networks {paper[1]} in steps "
-            f"of 128, each seen by four components. Here {_fall(session, setting)}, and one epoch is a warm-up."
+            f"of 128, each seen by four components. Here {_fall(session, setting, labels)}, and one epoch is a warm-up."
         )
     return (
         f"{ours[0]} epochs for the deterministic network and {ours[1]} for rank-1 networks, the paper's {paper[0]} and "
-        f"{paper[1]}; {_fall(session, setting)}, and one epoch is a warm-up."
+        f"{paper[1]}; {_fall(session, setting, labels)}, and one epoch is a warm-up."
     )
 
 
-def _fall(session: Session, setting: str) -> str:
-    scheduled = {
-        label: row_of(setting, session.scale, label).setting.training["schedule"]
-        for label in _labels(session, setting)
-    }
-    if set(scheduled.values()) == {"steps"}:
+def _fall(session: Session, setting: str, labels: Sequence[str]) -> str:
+    scheduled = {row_of(setting, session.scale, label).setting.training["schedule"] for label in labels}
+    if scheduled == {"steps"}:
         what = "rates fall and the KL grows"
     else:
-        what = "the KL grows" + (
-            ", and the rates of rows named steps fall," if "steps" in scheduled.values() else ""
-        )
+        what = "the KL grows" + (", and the rates of rows named steps fall," if "steps" in scheduled else "")
     return f"{what} at the same fractions of the run"

@@ -34,7 +34,9 @@ class Paper:
     facts: Callable[
         [Session, str, Sequence[Any]], dict[str, Any]
     ]  # what was run of a setting, as plain values
-    deviations: Callable[[Session, str], list[str]]  # where a setting at this scale differs from the paper's
+    deviations: Callable[
+        [Session, str, Sequence[Any]], list[str]
+    ]  # where a setting at this scale, and these jobs of it, differ from the paper's
     order: Callable[[Any], int]  # of jobs: the lowest take longest and begin first
     settings: tuple[str, ...] = ()  # that it knows, where several share the entries of one paper
 
@@ -103,8 +105,8 @@ def _facts(known: Known, session: Session, setting: str, jobs: Sequence[Any]) ->
     return known[setting].facts(session, setting, jobs)
 
 
-def _deviations(known: Known, session: Session, setting: str) -> list[str]:
-    return known[setting].deviations(session, setting)
+def _deviations(known: Known, session: Session, setting: str, jobs: Sequence[Any]) -> list[str]:
+    return known[setting].deviations(session, setting, jobs)
 
 
 def _order(known: Known, job: Any) -> int:
@@ -125,7 +127,7 @@ def _facts_none(session: Session, setting: str, jobs: Sequence[Any]) -> dict[str
     return {}
 
 
-def _deviations_none(session: Session, setting: str) -> list[str]:
+def _deviations_none(session: Session, setting: str, jobs: Sequence[Any]) -> list[str]:
     return []
 
 

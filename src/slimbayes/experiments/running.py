@@ -110,7 +110,7 @@ def _run(
     document: dict[str, Any] = {
         "format": FORMAT, "version": 1, "experiment": name, "scale": session.scale,
         "settings": {setting: _facts(runner, session, setting, wanted) for setting in settings},
-        **parts, "deviations": [*gaps, *_deviations(runner, session, needed), *parts["deviations"]],
+        **parts, "deviations": [*gaps, *_deviations(runner, session, needed, wanted), *parts["deviations"]],
         "runs": session.runs,
         "provenance": provenance(
             command=_command(name, session, number), seconds=time.monotonic() - session.begun, training_seconds=spent,
@@ -209,11 +209,18 @@ def _wanted(runner: Runner, session: Session) -> list[Task]:
     return [Task(runner.paper, job) for job in found if not session.only or job.setting in session.only]
 
 
-def _deviations(runner: Runner, session: Session, needed: tuple[str, ...]) -> list[str]:
+def _deviations(
+    runner: Runner, session: Session, needed: tuple[str, ...], tasks: Sequence[Task]
+) -> list[str]:
     """Where this call differs from the paper: settings that were not run, and what its scale makes of the others."""
     run = session.chosen(*needed) if needed else ()
     missing = [f"{setting}: not run at this scale." for setting in needed if setting not in run]
-    return [*missing, *[text for setting in run for text in runner.paper.deviations(session, setting)]]
+    said = [runner.paper.deviations(session, setting, _jobs_of(setting, tasks)) for setting in run]
+    return [*missing, *[text for texts in said for text in texts]]
+
+
+def _jobs_of(setting: str, tasks: Iterable[Task]) -> list[Any]:
+    return [task.job for task in tasks if task.job.setting == setting]
 
 
 def train_for(names: Sequence[str], jobs: int, say: Callable[[str], None] = print, **options: Any) -> None:
@@ -227,4 +234,4 @@ def train_for(names: Sequence[str], jobs: int, say: Callable[[str], None] = prin
 
 def _facts(runner: Runner, session: Session, setting: str, tasks: Iterable[Task]) -> dict[str, Any]:
     """What was run of a setting, as plain values; the runs themselves have their training settings."""
-    return runner.paper.facts(session, setting, [task.job for task in tasks if task.job.setting == setting])
+    return runner.paper.facts(session, setting, _jobs_of(setting, tasks))

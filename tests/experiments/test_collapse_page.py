@@ -37,6 +37,9 @@ def test_the_page_has_the_figures_of_the_recorded_network():
     assert len(quoted) == len(table["rows"]) == 3
     for row, (samples, *found) in zip(table["rows"], quoted, strict=True):
         assert row["label"].endswith(f"S = {samples}") and tuple(found) == figures(row)
+    nll, accuracy, ece = figures(table["rows"][1])
+    said = f"an NLL of {nll}, an accuracy of {float(accuracy):.1f} % and an ECE of {ece} with four samples"
+    assert said in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_the_page_has_the_figures_of_the_runs_before():

@@ -8,6 +8,7 @@ from typing import Any
 from slimbayes.bench.results import BenchError, Results
 from slimbayes.bench.settings import CONTENDERS, NETWORKS, PEERS, limit
 from slimbayes.bench.table import blocks, title
+from slimbayes.extras import need
 
 MARKS = {"eager": ("o", "#1f6fb4"), "compiled": ("D", "#c8511b"), "graphs": ("s", "#3a8a3a")}
 
@@ -15,9 +16,9 @@ MARKS = {"eager": ("o", "#1f6fb4"), "compiled": ("D", "#c8511b"), "graphs": ("s"
 def write_plot(results: Results, stem: Path, group: str = "own") -> list[Path]:
     """Write STEM.svg and STEM.png; a dot is a ratio to the deterministic network, a bar its standard error."""
     try:
-        import matplotlib
+        matplotlib = need("matplotlib", "the plot", "plots")
     except ImportError as error:
-        raise BenchError("the plot needs matplotlib: pip install 'slimbayes[plots]'") from error
+        raise BenchError(str(error)) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from slimbayes.extras import need
 
 # How far a row of probabilities may be from 1: rounding of the type it came in, and no more.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -116,7 +117,4 @@ def same_shape(first: Tensor, second: Tensor, names: str) -> None:
 
 def torchmetrics_functional() -> Any:
     """``torchmetrics.functional``, or an ImportError that names the extra."""
-    try:
-        return importlib.import_module("torchmetrics.functional")
-    except ImportError as error:
-        raise ImportError("this metric needs torchmetrics: pip install 'slimbayes[metrics]'") from error
+    return need("torchmetrics.functional", "this metric", "metrics")

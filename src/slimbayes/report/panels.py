@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from slimbayes.extras import need
 from slimbayes.report.results import Results, label
 
 INK, MUTED, GRID = "#1c2330", "#5b6472", "#d5dae1"
@@ -159,12 +160,11 @@ def render(plot: Plot) -> None:
 
 
 def _render(panel: Panel) -> tuple[str, Any]:
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the report's figures need matplotlib: pip install 'slimbayes[plots]'") from error
+    need("matplotlib", "a figure of the report", "plots")
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a glyph that the PNG's font lacks: the SVG has it as text
         figure = Figure(figsize=(panel.width, panel.height), dpi=DPI, facecolor="none")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slimbayes.extras import need
 from slimbayes.files import formula_safe
 from slimbayes.report.results import Results, label, number
 from slimbayes.report.statistics import Stat, cells, over_seeds, paired, stat
@@ -186,13 +187,12 @@ def print_summary(results: Results | Mapping[str, Any], console: Console | None 
     """Print the summary table and the verdict on the terminal, with rich; best means carry a star."""
     from slimbayes.report.statistics import verdict
 
-    try:
-        from rich import box
-        from rich.console import Console as RichConsole
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError as error:
-        raise ImportError("the terminal's table needs rich: pip install 'slimbayes[cli]'") from error
+    need("rich", "the terminal's table", "cli")
+    from rich import box
+    from rich.console import Console as RichConsole
+    from rich.table import Table
+    from rich.text import Text
+
     results = Results.of(results)
     console = console or RichConsole()
     rows, wanted = summary_rows(results), columns(results)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from slimbayes.context import Supply
 from slimbayes.draws import draw
 from slimbayes.evaluate import arguments
+from slimbayes.extras import need
 from slimbayes.likelihoods import Likelihood
 from slimbayes.objective import elbo
 from slimbayes.predict import scored
@@ -84,15 +85,9 @@ def channels_last(model: nn.Module) -> None:
 
 def make_fabric(settings: Training) -> Any:
     """Lightning Fabric as the settings ask: accelerator, devices, precision; DDP for several processes."""
-    try:
-        from lightning.fabric import Fabric
-    except ImportError as error:
-        raise ImportError(
-            "training runs on Lightning Fabric, which is not installed: pip install 'slimbayes[train]'"
-        ) from error
-
+    fabric = need("lightning.fabric", "training with sb.fit", "train")
     several = settings.devices * settings.num_nodes > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return Fabric(
+    return fabric.Fabric(
         accelerator=settings.accelerator,
         devices=settings.devices,
         num_nodes=settings.num_nodes,

@@ -37,6 +37,10 @@ def test_the_page_has_the_figures_of_the_recorded_network():
     assert len(quoted) == len(table["rows"]) == 3
     for row, (samples, *found) in zip(table["rows"], quoted, strict=True):
         assert row["label"].endswith(f"S = {samples}") and tuple(found) == figures(row)
+    (network,) = means("table2", "cifar10-wide").values()
+    assert f"σ = {network['scale']:.2f} at the end" in " ".join(PAGE.split())
+    spreads = re.findall(rf"^\| {words} .*\| ([\d.]+) \|$", PAGE, re.M)
+    assert spreads == [f"{network['spread']:.3f}"] * 3
     nll, accuracy, ece = figures(table["rows"][1])
     said = f"an NLL of {nll}, an accuracy of {float(accuracy):.1f} % and an ECE of {ece} with four samples"
     assert said in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
@@ -109,8 +113,7 @@ def test_the_page_has_the_figures_of_the_search_for_shared_batches():
 
 
 def test_the_page_has_the_figures_of_figure_2():
-    (table,) = [t for t in result("figure2")["tables"] if t["setting"] == "cifar10-short"]
-    found = {row["label"]: {k: sum(v) / len(v) for k, v in row["values"].items()} for row in table["rows"]}
+    found = means("figure2", "cifar10-short")
     order = ("both", "s (inputs)", "r (outputs)")
     nll, ece = ([found[label][name] for label in order] for name in ("c_nll", "c_ece"))
     text = " ".join(PAGE.split())

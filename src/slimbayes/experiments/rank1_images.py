@@ -125,14 +125,15 @@ def main_table(entry: str, session: Session, setting: str) -> Outcome:
     """Tables 2 and 3: every method, clean and corrupted, beside the paper's and the reference README's numbers."""
     printed = find(entry).printed
     labels = [job.label for job in jobs_of(session, setting) if job.seed == 0]
-    table = rows(session, setting, labels, (*BOTH, "parameters_m", "hours"))
+    table = rows(session, setting, labels, (*BOTH, "spread", "scale", "parameters_m", "hours"))
+    if setting in (EQUAL, WIDE):  # what else is printed stands beside the main setting
+        main, more = (
+            table.select(*BOTH, "spread", "scale", "parameters_m"),
+            _more_samples(session, setting, table),
+        )
+        found = checks.absolute_checks(more) if setting == WIDE else checks.order_checks(table)
+        return Outcome([main, more], checks=found)
     main = table.select(*BOTH, "parameters_m")
-    if setting == WIDE:  # one seed tells no order
-        more = _more_samples(session, setting, table)
-        return Outcome([main, more], checks=checks.absolute_checks(more))
-    if setting == EQUAL:  # what else is printed stands beside the main setting
-        more = _more_samples(session, setting, table)
-        return Outcome([main, more], checks=checks.order_checks(table))
     outcome = Outcome([main], checks=[*parameter_checks(entry), *checks.order_checks(table)])
     outcome.tables += beside(table, printed[1:])
     if any(other.name == "hours" for other in printed):

@@ -127,10 +127,7 @@ _ABLATED = (
     *(f"p = {rate:g}" for rate in settings.NOISY),
 )  # fmt: skip
 _TRIED = (DETERMINISTIC, "Rank-1 Gaussian, p = 0.03")
-_CLOSE = ("BatchEnsemble, close", *(f"{CAUCHY}, p = {p}, close" for p in ("1e-10", "1e-8", "1e-7", "1e-6")))
-_SEARCHED = tuple(
-    label for setting in settings.shared() for label in setting.methods if label not in _CLOSE[2:]
-)
+_CLOSE = (f"{BATCH_ENSEMBLE}, close", *(f"{CAUCHY}, p = {rate}, close" for rate in settings.CLOSE))
 _FOUR = (DETERMINISTIC, BATCH_ENSEMBLE, GAUSSIAN, CAUCHY)
 _SMOKE = Size(
     0.0, 1, 20, _narrow(10, 1, 1), "digits", chunk=1_000, probed=30, most_samples=2, steps=4, probes=2
@@ -164,7 +161,7 @@ SIZES: dict[tuple[str, str], Size] = {
     (TUNING, "paper"): _held_out(Size(1.0, 1, 0)),
     (SHARED, "smoke"): replace(_SMOKE, held_out=100, equal=True, split=0.2, rows=_TRIED),
     (SHARED, "desk"): _held_out(replace(_DESK, split=0.2)),
-    (SHARED, "gpu"): _held_out(replace(_SPLIT, share=0.08, chosen=None, rows=_SEARCHED)),
+    (SHARED, "gpu"): _held_out(replace(_SPLIT, share=0.08, chosen=None)),
     (SHARED, "paper"): _held_out(Size(1.0, 1, 0, split=0.2)),
     (HEAVY, "gpu"): replace(_held_out(replace(_SPLIT, share=0.08, chosen=None, rows=_CLOSE)), seeds=2),
     (EQUAL, "gpu"): replace(_SPLIT, share=0.08, rows=_FOUR, equal=True),

@@ -32,6 +32,7 @@ _IMAGENET_LONG = {
 
 GAUSSIAN, CAUCHY = "Rank-1 Gaussian", "Rank-1 Cauchy"
 NOISY = (0.1, 0.2, 0.3)  # rates at which Gaussians begin in Figure 5 of arXiv v1, beside the tables'
+CLOSE = ("1e-10", "1e-8", "1e-7", "1e-6")  # rates of Cauchys that are tried with components that begin close
 _AVERAGED = ", kl_reduction='mean'"
 _L2 = {10: 1e-4, 100: 3e-4}
 _SIGNS = {10: -0.5, 100: -1.0}
@@ -195,17 +196,23 @@ def short(setting: Setting, chosen: Chosen = TUNED) -> Setting:
     """
     if "MFVI BNN" in setting.methods:
         return setting
-    begin = {
-        "dropout_rate=0.001": f"dropout_rate={chosen.rate:g}{chosen.options}",
-        "dropout_rate=1e-6": f"dropout_rate={chosen.heavy_rate}{chosen.heavy_options}",
-    } | {f"dropout_rate={rate})": f"dropout_rate={rate}{chosen.options})" for rate in NOISY}
-    methods = dict(setting.methods)
-    for papers, ours in begin.items():
-        methods = {label: method.replace(papers, ours) for label, method in methods.items()}
+    methods = {label: _begun(method, chosen) for label, method in setting.methods.items()}
     if chosen.distance is not None:
         methods = {label: _near(method, chosen.distance) for label, method in methods.items()}
     training = {**setting.training, "l2": chosen.l2, **_schedule(chosen.schedule)}
     return replace(setting, methods=methods, training=training)
+
+
+def _begun(method: str, chosen: Chosen) -> str:
+    """A rank-1 method that begins as was chosen where it has the tables' rate; a rate of its own it keeps."""
+    papers, ours, options = ("0.001", f"{chosen.rate:g}", chosen.options)
+    if "cauchy" in method:
+        papers, ours, options = ("1e-6", chosen.heavy_rate, chosen.heavy_options)
+
+    def change(found: re.Match[str]) -> str:
+        return f"dropout_rate={ours if found[1] == papers else found[1]}{options}"
+
+    return re.sub(r"dropout_rate=([\d.e-]+)", change, method)
 
 
 def shared() -> tuple[Setting, ...]:
@@ -223,10 +230,7 @@ def shared() -> tuple[Setting, ...]:
         for rate, words, distance in ((3e-2, "close", 0.2), (1e-2, "close", 0.2), (1e-2, "closer", 0.1))
     }
     heavy = {f"{CAUCHY}, p = {rate}": cauchy(rate=f"{rate}{_AVERAGED}") for rate in ("1e-8", "1e-10")}
-    heavy |= {
-        f"{CAUCHY}, p = {rate}, close": _near(cauchy(rate=f"{rate}{_AVERAGED}"), 0.2)
-        for rate in ("1e-10", "1e-8", "1e-7", "1e-6")
-    }
+    heavy |= {f"{CAUCHY}, p = {rate}, close": _near(cauchy(rate=f"{rate}{_AVERAGED}"), 0.2) for rate in CLOSE}
     (label, points), *_ = ensemble.methods.items()
     points_near = {
         f"{label}, {words}": _near(points, far) for words, far in (("close", 0.2), ("closer", 0.1))

@@ -334,4 +334,4 @@ def test_what_is_saved_may_come_back_with_other_strides(fused):
     dropped = torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor.clone(memory_format=torch.contiguous_format), lambda tensor: tensor
     )
-    same(run(dropped), run(contextlib.nullcontext()))
+    same(run(dropped), run(contextlib.nullcontext()), rtol=1e-3, atol=1e-4)

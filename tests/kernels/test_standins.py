@@ -10,6 +10,7 @@ import torch
 from helpers_kernels import DEVICE
 from kernels import test_between as between_tests
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import slimbayes as sb
 from slimbayes import fast_paths
@@ -100,6 +101,25 @@ def test_second_derivatives():
 @pytest.mark.parametrize("fused", [True, False])
 def test_strides(fused):
     between_tests.test_what_is_saved_may_come_back_with_other_strides(fused)
+
+
+def test_a_convolution_goes_back_in_the_layout_it_came_in():
+    """cuDNN has other algorithms, of other rounding, for other layouts of what was saved."""
+    layouts = []
+
+    class Layouts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.convolution_backward.default:
+                layouts.append([x.is_contiguous(memory_format=torch.channels_last) for x in args[:2]])
+            return func(*args, **(kwargs or {}))
+
+    op = between_tests.layer()
+    x, s, r = between_tests.tensors(op, channels_last=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.contiguous(), lambda saved: saved):
+        y = between.convolved(op, x, s, r)
+    with Layouts():
+        y.square().sum().backward()
+    assert layouts == [[True, True]]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -109,6 +109,7 @@ class _Between(torch.autograd.Function):
         first, last = ctx.layouts
         # Whoever kept them since (save_on_cpu) need not have kept their strides.
         x = like(x, first)
+        inner = x if inner is None else like(inner, first)
         gx = gs = gw = gr = None
         through = need_x or need_s
         if r is not None:
@@ -120,8 +121,7 @@ class _Between(torch.autograd.Function):
                 g, gr = gradients(g, y, r, last, torch.empty_like(y) if through or need_w else None)
         if through or need_w:
             gx, gw, _ = torch.ops.aten.convolution_backward.default(
-                g, x if inner is None else inner, weight if taps is None else taps, None, *ctx.settings,
-                (through, need_w, False),
+                g, inner, weight if taps is None else taps, None, *ctx.settings, (through, need_w, False),
             )  # fmt: skip
         if s is not None and gx is not None:
             gx = like(gx, first)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "collapse.md").read_text(encoding="utf-8")
+TEXT = " ".join(PAGE.split())
 
 
 def result(name):
@@ -21,29 +22,55 @@ def cells(text):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
 
 
-def figures(row):
-    values = {name: value[0] for name, value in row["values"].items()}
+def figures(row, seed=0):
+    values = {name: value[seed] for name, value in row["values"].items()}
     return f"{values['nll']:.3f}", f"{values['accuracy']:.2f}", f"{values['ece']:.4f}"
 
 
-def test_the_page_has_the_figures_of_the_recorded_network():
+def test_the_page_has_the_figures_of_the_recorded_networks():
     document = result("table2")
-    (run,) = [run for run in document["runs"] if run["setting"] == "cifar10-wide"]
-    assert "random_sign_init=-0.1, dropout_rate=0.06, kl_reduction='mean'" in run["method"]
-    assert run["training"]["epochs"] == 140 and "140 epochs, 13,580 steps" in PAGE and run["steps"] == 13_580
-    table = next(t for t in document["tables"] if t["name"] == "cifar10-wide-samples")
-    words = re.escape("cosine, 0.1 around 1, KL averaged, p = 0.06")
-    quoted = re.findall(rf"^\| {words} \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.M)
-    assert len(quoted) == len(table["rows"]) == 3
-    for row, (samples, *found) in zip(table["rows"], quoted, strict=True):
-        assert row["label"].endswith(f"S = {samples}") and tuple(found) == figures(row)
-    (network,) = means("table2", "cifar10-wide").values()
-    assert f"σ = {network['scale']:.2f} at the end" in " ".join(PAGE.split())
-    spreads = re.findall(rf"^\| {words} .*\| ([\d.]+) \|$", PAGE, re.M)
-    assert spreads == [f"{network['spread']:.3f}"] * 3
-    nll, accuracy, ece = figures(table["rows"][1])
-    said = f"an NLL of {nll}, an accuracy of {float(accuracy):.1f} % and an ECE of {ece} with four samples"
-    assert said in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    runs = [run for run in document["runs"] if run["setting"] == "cifar10-wide"]
+    plain, *ours = sorted(runs, key=lambda run: (run["label"], run["seed"]))
+    for run in ours:
+        assert "random_sign_init=-0.1, dropout_rate=0.06, kl_reduction='mean'" in run["method"]
+        assert run["training"]["epochs"] == 140 and run["steps"] == 13_580
+    seconds = " and ".join(f"{run['seconds']:.0f}" for run in ours)
+    assert f"two seeds of 140 epochs, 13,580 steps, in {seconds} s" in TEXT
+    said = (
+        f"of {plain['training']['epochs']} epochs as the paper has 200 for 250, in {plain['seconds']:.0f} s"
+    )
+    assert said in TEXT
+
+    (table,) = [t for t in document["tables"] if t["name"] == "cifar10-wide-samples"]
+    (main,) = [t for t in document["tables"] if t["name"] == "cifar10-wide"]
+    rows = {row["label"]: row for row in main["rows"]}
+    for seed, word in enumerate(("first", "second")):
+        words = re.escape(f"cosine, 0.1 around 1, KL averaged, p = 0.06, {word} seed")
+        quoted = re.findall(
+            rf"^\| {words} \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.M
+        )
+        assert len(quoted) == len(table["rows"]) == 3
+        spread = f"{rows['Rank-1 Gaussian']['values']['spread'][seed]:.3f}"
+        for row, (samples, *found) in zip(table["rows"], quoted, strict=True):
+            assert row["label"].endswith(f"S = {samples}") and found == [*figures(row, seed), spread]
+    assert f"| no distribution, cosine | | {' | '.join(figures(rows['Deterministic']))} | |" in PAGE
+
+
+def test_the_page_and_the_readme_compare_the_recorded_networks():
+    found = means("table2", "cifar10-wide")
+    ours, plain = found["Rank-1 Gaussian"], found["Deterministic"]
+    one, four, many = means("table2", "cifar10-wide-samples").values()
+    assert f"σ = {ours['scale']:.2f} at the end" in TEXT
+    assert f"{one['nll'] - many['nll']:.3f} in NLL from 1 to 25" in TEXT
+    assert f"an NLL that is lower by {plain['nll'] - four['nll']:.3f}" in TEXT
+    assert four["ece"] < plain["ece"] / 2
+    assert f"the NLL is {ours['c_nll']:.2f} against {plain['c_nll']:.2f}" in TEXT
+    assert f"the accuracy {ours['c_accuracy']:.1f} % against {plain['c_accuracy']:.1f} %" in TEXT
+    assert f"the ECE {ours['c_ece']:.3f} against {plain['c_ece']:.3f}" in TEXT
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = f"an NLL of {four['nll']:.3f}, an accuracy of {four['accuracy']:.1f} % and an ECE of {four['ece']:.4f}"
+    other = f"{plain['nll']:.3f}, {plain['accuracy']:.1f} % and {plain['ece']:.4f}"
+    assert f"{said} with four samples, where the plain network has {other}" in readme
 
 
 def test_the_page_has_the_figures_of_the_runs_before():
@@ -78,28 +105,19 @@ def test_the_page_has_the_figures_of_shared_batches_over_seeds():
         for label, row in more.items()
         if not label.endswith("S = 1")
     ]
-    tables = re.findall(r"(?:^\|.*\n)+", section("Components that share a batch"), re.M)
+    text = section("Components that share a batch").split("\n### Ablations")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
     assert [cells(text.strip())[2:] for text in tables[1:]] == wanted
 
 
-def test_the_page_has_the_figures_of_the_networks_trained_again():
-    (table,) = [t for t in result("table8")["tables"] if t["setting"] == "cifar10-short"]
-    rows = {row["label"]: row["values"] for row in table["rows"]}
-    again = rows["1 sample"]["c_nll"]
-    (first,) = [t for t in result("figure2")["tables"] if t["setting"] == "cifar10-short"]
-    found = {row["label"]: row["values"]["c_nll"] for row in first["rows"]}
-    six, inputs = found["both"] + again, found["s (inputs)"]
-    error = sum(statistics.variance(x) / len(x) for x in (six, inputs)) ** 0.5
-    text, mean = " ".join(PAGE.split()), statistics.mean
-    assert "have {:.3f}, {:.3f} and {:.3f}".format(*again) in text
-    words = f"the mean is {mean(six):.3f}, which is {mean(inputs) - mean(six):.3f} below that of inputs alone"
-    assert f"{words}, with a standard error of {error:.3f}" in text
+def test_the_page_has_the_gains_of_more_samples():
+    rows = means("table8", "cifar10-short")
     gains = [
-        mean(rows["1 sample"][name]) - mean(rows[label][name])
+        rows["1 sample"][name] - rows[label][name]
         for name in ("c_nll", "c_ece")
         for label in ("4 samples", "25 samples")
     ]
-    assert "by {:.3f}, and 25 by {:.3f}; the ECE by {:.3f} and {:.3f}".format(*gains) in text
+    assert "by {:.3f}, and 25 by {:.3f}; the ECE by {:.3f} and {:.3f}".format(*gains) in TEXT
 
 
 def test_the_page_has_the_figures_of_the_search_for_shared_batches():
@@ -116,12 +134,33 @@ def test_the_page_has_the_figures_of_figure_2():
     found = means("figure2", "cifar10-short")
     order = ("both", "s (inputs)", "r (outputs)")
     nll, ece = ([found[label][name] for label in order] for name in ("c_nll", "c_ece"))
-    text = " ".join(PAGE.split())
-    assert (
-        "NLL under corruption of {:.3f}, over inputs alone {:.3f}, over outputs alone {:.3f}".format(*nll)
-        in text
-    )
-    assert "an ECE of {:.3f}, {:.3f}, {:.3f}".format(*ece) in text
+    said = "NLL under corruption of {:.3f}, over inputs alone {:.3f}, over outputs alone {:.3f}"
+    assert said.format(*nll) in TEXT and "an ECE of {:.3f}, {:.3f}, {:.3f}".format(*ece) in TEXT
+
+    (table,) = [t for t in result("figure2")["tables"] if t["name"] == "cifar10-short"]
+    both, inputs = ({r["label"]: r["values"] for r in table["rows"]}[label]["c_nll"] for label in order[:2])
+    assert len(both) == len(inputs) == 8
+    before = [float(x) for x in re.findall(r"had ([\d.]+), ([\d.]+) and ([\d.]+): over all eleven", TEXT)[0]]
+    for networks, words in (
+        (both, "below that of inputs alone by {:.3f}, with an error of {:.3f}"),
+        (both + before, "over all eleven the difference is {:.3f}, with an error of {:.3f}"),
+    ):
+        error = sum(statistics.variance(x) / len(x) for x in (networks, inputs)) ** 0.5
+        assert words.format(statistics.mean(inputs) - statistics.mean(networks), error) in TEXT
+
+
+def test_the_page_has_the_figures_of_components_and_first_scales():
+    clean = {"nll": 3, "accuracy": 2, "ece": 4}
+    both = {**clean, "c_nll": 3, "c_accuracy": 2, "c_ece": 4, "spread": 3}
+    tables = re.findall(r"(?:^\|.*\n)+", PAGE.split("### Ablations")[1].split("\n## ")[0], re.M)
+    wanted = [
+        [
+            [label, *(f"{row[k]:.{n}f}" if k in row else "" for k, n in columns.items())]
+            for label, row in means(name, "cifar10-short").items()
+        ]
+        for name, columns in (("figure3", both), ("figure-v1-5", clean))
+    ]
+    assert [cells(text.strip())[2:] for text in tables] == wanted
 
 
 def test_the_page_has_the_figures_of_the_collapse():

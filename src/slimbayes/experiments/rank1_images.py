@@ -212,7 +212,10 @@ def first_scales(session: Session, setting: str) -> Outcome:
     own = parse_method(recipe(session, setting, GAUSSIAN).method)
     assert isinstance(own, Rank1)
     first = f"p = {own.dropout_rate:g}"
-    return ablation((first, *_NOISY), CLEAN, {first: _NOISY[-1:]}, {"nll": "NLL"}, session, setting)
+    outcome = ablation((first, *_NOISY), CLEAN, {first: _NOISY}, {"nll": "NLL"}, session, setting)
+    (table,) = outcome.tables
+    outcome.checks += checks.row_checks(table, first, _NOISY, {"accuracy": "accuracy"}, lower=False)
+    return outcome
 
 
 def severities(statistic: str, session: Session, setting: str) -> Outcome:
@@ -326,6 +329,7 @@ def _ablation(
 
 
 _PAIR = (GAUSSIAN, BATCH_ENSEMBLE)
+_MORE = {"K = 2": ("K = 1",), "K = 4": ("K = 1", "K = 2"), "K = 8": ("K = 4", "K = 16")}  # the paper's order
 RUNNERS: dict[str, Runner] = {
     "rank1/table2": _runner(functools.partial(main_table, "rank1/table2"), MAIN, EQUAL, WIDE),
     "rank1/table3": _runner(functools.partial(main_table, "rank1/table3"), MORE),
@@ -334,8 +338,8 @@ RUNNERS: dict[str, Runner] = {
     ),
     "rank1/figure2": _runner(figure2, ABLATIONS, SHORT, labels=("r (outputs)", "s (inputs)", "both")),
     "rank1/figure3": _ablation(
-        ("K = 1", "K = 2", "K = 4", "K = 8", "K = 16", "K = 16, 4 per step"), BOTH,
-        {"K = 4": ("K = 1",)}, {"nll": "NLL", **_CORRUPTED}, SHORT,
+        ("K = 1", "K = 2", "K = 4", "K = 8", "K = 16", "K = 16, 4 per step"), (*BOTH, "spread"),
+        _MORE, {"nll": "NLL", "ece": "ECE", **_CORRUPTED}, SHORT,
     ),
     "rank1/figure4": _runner(figure4, ABLATIONS, labels=("Average", "Mixture")),
     "rank1/figure-v1-5": _runner(first_scales, ABLATIONS, SHORT, labels=("p = 0.001", *_NOISY)),

@@ -8,6 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "collapse.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split())
+CLEAN = {"nll": 3, "accuracy": 2, "ece": 4}  # columns of the page's tables, and their digits
+BOTH = {**CLEAN, "c_nll": 3, "c_accuracy": 2, "c_ece": 4}
 
 
 def result(name):
@@ -20,6 +22,27 @@ def section(title):
 
 def cells(text):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+
+
+def values(name, table):
+    """The numbers of every row and column, seed by seed, of one table of a result."""
+    (found,) = [t for t in result(name)["tables"] if t["name"] == table]
+    return {row["label"]: row["values"] for row in found["rows"]}
+
+
+def means(name, table):
+    return {
+        label: {column: statistics.mean(seeds) for column, seeds in row.items()}
+        for label, row in values(name, table).items()
+    }
+
+
+def printed(name, table, columns):
+    """The rows of a table as the page prints them: means over seeds."""
+    return [
+        [label, *(f"{row[column]:.{digits}f}" if column in row else "" for column, digits in columns.items())]
+        for label, row in means(name, table).items()
+    ]
 
 
 def figures(row, seed=0):
@@ -81,30 +104,11 @@ def test_the_page_has_the_figures_of_the_runs_before():
     assert all(figure in tried for row in rows for figure in row)
 
 
-def means(name, table):
-    """The mean of every row and column over seeds, of one table of a result."""
-    (found,) = [t for t in result(name)["tables"] if t["name"] == table]
-    return {row["label"]: {k: statistics.mean(v) for k, v in row["values"].items()} for row in found["rows"]}
-
-
 def test_the_page_has_the_figures_of_shared_batches_over_seeds():
     """Cauchys by first scale, and the methods at equal rows on both test sets: tables in the page's order."""
-    clean = {"nll": 3, "accuracy": 2, "ece": 4}
-    both = {**clean, "c_nll": 3, "c_accuracy": 2, "c_ece": 4}
-    wanted = [
-        [[label, *(f"{row[k]:.{n}f}" for k, n in columns.items())] for label, row in means(*where).items()]
-        for columns, *where in (
-            (clean, "shared", "cifar10-heavy"),
-            (both, "table2", "cifar10-equal"),
-            (both, "table3", "cifar100"),
-        )
-    ]
-    more = means("table2", "cifar10-equal-samples")
-    wanted[1] += [
-        [label, *(f"{row[k]:.{n}f}" for k, n in clean.items()), "", "", ""]
-        for label, row in more.items()
-        if not label.endswith("S = 1")
-    ]
+    equal = printed("table2", "cifar10-equal", BOTH)
+    equal += [row for row in printed("table2", "cifar10-equal-samples", BOTH) if not row[0].endswith("S = 1")]
+    wanted = [printed("shared", "cifar10-heavy", CLEAN), equal, printed("table3", "cifar100", BOTH)]
     text = section("Components that share a batch").split("\n### Ablations")[0]
     tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
     assert [cells(text.strip())[2:] for text in tables[1:]] == wanted
@@ -137,28 +141,30 @@ def test_the_page_has_the_figures_of_figure_2():
     said = "NLL under corruption of {:.3f}, over inputs alone {:.3f}, over outputs alone {:.3f}"
     assert said.format(*nll) in TEXT and "an ECE of {:.3f}, {:.3f}, {:.3f}".format(*ece) in TEXT
 
-    (table,) = [t for t in result("figure2")["tables"] if t["name"] == "cifar10-short"]
-    both, inputs = ({r["label"]: r["values"] for r in table["rows"]}[label]["c_nll"] for label in order[:2])
+    both, inputs = (values("figure2", "cifar10-short")[label]["c_nll"] for label in order[:2])
     assert len(both) == len(inputs) == 8
     before = [float(x) for x in re.findall(r"had ([\d.]+), ([\d.]+) and ([\d.]+): over all eleven", TEXT)[0]]
-    for networks, words in (
-        (both, "below that of inputs alone by {:.3f}, with an error of {:.3f}"),
-        (both + before, "over all eleven the difference is {:.3f}, with an error of {:.3f}"),
+    for ours, theirs, words in (
+        (both, inputs, "below that of inputs alone by {:.3f}, with an error of {:.3f}"),
+        (before, inputs[:3], "That was {:.3f} with {:.3f} over three seeds"),
+        (both + before, inputs, "over all eleven the difference is {:.3f}, with an error of {:.3f}"),
     ):
-        error = sum(statistics.variance(x) / len(x) for x in (networks, inputs)) ** 0.5
-        assert words.format(statistics.mean(inputs) - statistics.mean(networks), error) in TEXT
+        error = sum(statistics.variance(x) / len(x) for x in (ours, theirs)) ** 0.5
+        assert words.format(statistics.mean(theirs) - statistics.mean(ours), error) in TEXT
+
+
+def test_the_page_has_the_figures_of_disagreement():
+    rows = means("figure5", "cifar100")
+    ours, theirs = rows["Rank-1 Gaussian"], rows["BatchEnsemble"]
+    said = f"{ours['disagreement']:.2f} against {theirs['disagreement']:.2f}, at"
+    assert f"{said} {theirs['accuracy'] - ours['accuracy']:.1f} points less of accuracy" in TEXT
 
 
 def test_the_page_has_the_figures_of_components_and_first_scales():
-    clean = {"nll": 3, "accuracy": 2, "ece": 4}
-    both = {**clean, "c_nll": 3, "c_accuracy": 2, "c_ece": 4, "spread": 3}
     tables = re.findall(r"(?:^\|.*\n)+", PAGE.split("### Ablations")[1].split("\n## ")[0], re.M)
     wanted = [
-        [
-            [label, *(f"{row[k]:.{n}f}" if k in row else "" for k, n in columns.items())]
-            for label, row in means(name, "cifar10-short").items()
-        ]
-        for name, columns in (("figure3", both), ("figure-v1-5", clean))
+        printed("figure3", "cifar10-short", {**BOTH, "spread": 3}),
+        printed("figure-v1-5", "cifar10-short", CLEAN),
     ]
     assert [cells(text.strip())[2:] for text in tables] == wanted
 

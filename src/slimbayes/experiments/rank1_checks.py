@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from slimbayes.experiments.entry import COLUMNS
 from slimbayes.experiments.networks import Recipe
 from slimbayes.experiments.outcome import FEWEST, Table, check, mean, standard_error
 from slimbayes.experiments.rank1_recipes import BATCH_ENSEMBLE, CAUCHY, DETERMINISTIC, GAUSSIAN, rows_of
@@ -77,22 +78,17 @@ def row_checks(
     others: Sequence[str],
     columns: dict[str, str],
     paired: bool = False,
-    lower: bool = True,
 ) -> list[dict[str, Any]]:
-    """One row ahead of others in some columns, all of which are better when low (or not ``lower``: when high)."""
-    side = "below" if lower else "above"
-    return [
-        ahead(
-            f"{table.title}: {name} of {best!r} {side} that of {other!r}",
-            table.rows[best].values[column],
-            table.rows[other].values[column],
-            lower,
-            paired,
-        )
-        for column, name in columns.items()
-        for other in others
-        if best in table.rows and other in table.rows
-    ]
+    """One row ahead of others in some columns: below them where lower is better, else above."""
+    found = []
+    for column, name in columns.items():
+        lower = COLUMNS[column].better == "lower"
+        for other in others:
+            if best in table.rows and other in table.rows:
+                words = f"{table.title}: {name} of {best!r} {'below' if lower else 'above'} that of {other!r}"
+                ours, theirs = (table.rows[label].values[column] for label in (best, other))
+                found.append(ahead(words, ours, theirs, lower, paired))
+    return found
 
 
 def collapse_checks(table: Table) -> list[dict[str, Any]]:
@@ -100,11 +96,10 @@ def collapse_checks(table: Table) -> list[dict[str, Any]]:
 
     What the likelihood does to the spread is read off BatchEnsemble, which has no KL.
     """
-    summed, calibration = "KL summed", {"ece": "ECE", "c_ece": "ECE under corruption"}
+    better = {"spread": "spread", "ece": "ECE", "c_ece": "ECE under corruption"}
     found = []
     for label in ("KL averaged", "KL of the mixture", "KL from 40 %"):
-        found += row_checks(table, label, (summed,), {"spread": "spread"}, lower=False)
-        found += row_checks(table, label, (summed,), calibration)
+        found += row_checks(table, label, ("KL summed",), better)
     share = table.mean(BATCH_ENSEMBLE, "spread") / table.mean(BATCH_ENSEMBLE, "predicted")
     for label, row in table.rows.items():
         if "predicted" in row.values and label != BATCH_ENSEMBLE:
@@ -116,19 +111,17 @@ def collapse_checks(table: Table) -> list[dict[str, Any]]:
 
 def imagenet_checks(table: Table) -> list[dict[str, Any]]:
     """Rank-1 networks ahead of BatchEnsemble and of the deterministic network in everything that Table 1 has."""
-    low = {
+    columns = {
         "nll": "NLL",
         "ece": "ECE",
         "c_nll": "NLL under corruption",
         "c_ece": "ECE under corruption",
         "mce": "mCE",
+        "accuracy": "accuracy",
+        "c_accuracy": "accuracy under corruption",
     }
-    high = {"accuracy": "accuracy", "c_accuracy": "accuracy under corruption"}
     others = (BATCH_ENSEMBLE, DETERMINISTIC)
-    found = []
-    for best in (GAUSSIAN, CAUCHY):
-        found += row_checks(table, best, others, low) + row_checks(table, best, others, high, lower=False)
-    return found
+    return [found for best in (GAUSSIAN, CAUCHY) for found in row_checks(table, best, others, columns)]
 
 
 def disagreement_checks(table: Table) -> list[dict[str, Any]]:

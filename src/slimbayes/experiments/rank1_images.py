@@ -127,12 +127,9 @@ def main_table(entry: str, session: Session, setting: str) -> Outcome:
     labels = [job.label for job in jobs_of(session, setting) if job.seed == 0]
     table = rows(session, setting, labels, (*BOTH, "spread", "scale", "parameters_m", "hours"))
     if setting in (EQUAL, WIDE):  # what else is printed stands beside the main setting
-        main, more = (
-            table.select(*BOTH, "spread", "scale", "parameters_m"),
-            _more_samples(session, setting, table),
-        )
+        more = _more_samples(session, setting, table)
         found = checks.absolute_checks(more) if setting == WIDE else checks.order_checks(table)
-        return Outcome([main, more], checks=found)
+        return Outcome([table.select(*BOTH, "spread", "scale", "parameters_m"), more], checks=found)
     main = table.select(*BOTH, "parameters_m")
     outcome = Outcome([main], checks=[*parameter_checks(entry), *checks.order_checks(table)])
     outcome.tables += beside(table, printed[1:])
@@ -212,10 +209,8 @@ def first_scales(session: Session, setting: str) -> Outcome:
     own = parse_method(recipe(session, setting, GAUSSIAN).method)
     assert isinstance(own, Rank1)
     first = f"p = {own.dropout_rate:g}"
-    outcome = ablation((first, *_NOISY), CLEAN, {first: _NOISY}, {"nll": "NLL"}, session, setting)
-    (table,) = outcome.tables
-    outcome.checks += checks.row_checks(table, first, _NOISY, {"accuracy": "accuracy"}, lower=False)
-    return outcome
+    ahead = {"nll": "NLL", "accuracy": "accuracy"}
+    return ablation((first, *_NOISY), CLEAN, {first: _NOISY}, ahead, session, setting)
 
 
 def severities(statistic: str, session: Session, setting: str) -> Outcome:
@@ -329,7 +324,7 @@ def _ablation(
 
 
 _PAIR = (GAUSSIAN, BATCH_ENSEMBLE)
-_MORE = {"K = 2": ("K = 1",), "K = 4": ("K = 1", "K = 2"), "K = 8": ("K = 4", "K = 16")}  # the paper's order
+_ORDER = {"K = 2": ("K = 1",), "K = 4": ("K = 1", "K = 2"), "K = 8": ("K = 4", "K = 16")}  # the paper's order
 RUNNERS: dict[str, Runner] = {
     "rank1/table2": _runner(functools.partial(main_table, "rank1/table2"), MAIN, EQUAL, WIDE),
     "rank1/table3": _runner(functools.partial(main_table, "rank1/table3"), MORE),
@@ -339,7 +334,7 @@ RUNNERS: dict[str, Runner] = {
     "rank1/figure2": _runner(figure2, ABLATIONS, SHORT, labels=("r (outputs)", "s (inputs)", "both")),
     "rank1/figure3": _ablation(
         ("K = 1", "K = 2", "K = 4", "K = 8", "K = 16", "K = 16, 4 per step"), (*BOTH, "spread"),
-        _MORE, {"nll": "NLL", "ece": "ECE", **_CORRUPTED}, SHORT,
+        _ORDER, {"nll": "NLL", "ece": "ECE", **_CORRUPTED}, SHORT,
     ),
     "rank1/figure4": _runner(figure4, ABLATIONS, labels=("Average", "Mixture")),
     "rank1/figure-v1-5": _runner(first_scales, ABLATIONS, SHORT, labels=("p = 0.001", *_NOISY)),

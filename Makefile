@@ -60,7 +60,7 @@ tests: $(DEV)  ## tests and doctests alone
 # where they are not there yet.
 test-oldest: oldest  ## the tests marked "oldest", on the oldest torch that is supported
 	@$(OLDEST)/bin/python -c 'import sysconfig, pathlib, sys; \
-		sys.exit(not pathlib.Path("src/slimbayes/native/_kernels" + sysconfig.get_config_var("EXT_SUFFIX")).exists())' \
+		sys.exit(not pathlib.Path("src/slimbayes/accelerate/cpu/_kernels" + sysconfig.get_config_var("EXT_SUFFIX")).exists())' \
 		|| $(OLDEST)/bin/python setup.py -q build_ext --inplace >>$(OLDEST)/pip.log 2>&1
 	@$(OLDEST)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version.split()[0])'
 	OMP_NUM_THREADS=1 PYTHONPATH=src $(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m oldest \
@@ -104,7 +104,7 @@ clean:  ## remove the environment, caches and build outputs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The development install holds everything the base install does, so it marks both.
-KERNELS := setup.py $(wildcard src/slimbayes/native/*.[ch])
+KERNELS := setup.py $(wildcard src/slimbayes/accelerate/cpu/*.[ch])
 
 $(DEV): pyproject.toml constraints.txt $(KERNELS)
 	$(call install,.[dev])

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 import slimbayes as sb
-from slimbayes.config import CompareConfig
-from slimbayes.runs import samples_for
-from slimbayes.specs import parse_method
+from slimbayes.lab.config import CompareConfig
+from slimbayes.lab.runs import samples_for
 from slimbayes.training import hold_out
+from slimbayes.verbs.method_text import parse_method
 
 WEIGHTS = (1.0, 0.3, 0.1, 0.03, 0.01)
 SIGNS = "Rank1(components=4, random_sign_init=0.5, prior=Normal(0.0, 1.0))"

@@ -22,7 +22,7 @@ import warnings
 import numpy as np
 import torch
 
-from slimbayes.data.corruptions import CORRUPTIONS, EXTRA, SEVERITIES, corrupt
+from slimbayes.lab.data.corruptions import CORRUPTIONS, EXTRA, SEVERITIES, corrupt
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from record_corruptions import pictures, reference

@@ -24,9 +24,9 @@ import torch
 from torch.nn import functional as F
 
 import slimbayes as sb
-from slimbayes.bench.measuring import describe
 from slimbayes.files import write_whole
-from slimbayes.provenance import commit, now
+from slimbayes.lab.bench.measuring import describe
+from slimbayes.verbs.provenance import commit, now
 
 TARGET = 2.5  # seconds per epoch of Rank1 on an H200
 PAD = 4

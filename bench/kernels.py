@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from slimbayes import fast_paths
-from slimbayes.kernels import available
-from slimbayes.kernels.factors import sample_flat
-from slimbayes.kernels.factors_kl import flat_kl
-from slimbayes.kernels.joined import join
-from slimbayes.kernels.noise import philox_noise
-from slimbayes.kernels.rows import scale_rows
-from slimbayes.kernels.weights import ktied_weight, meanfield_weight
+from slimbayes.accelerate.gpu import available
+from slimbayes.accelerate.gpu.factors import sample_flat
+from slimbayes.accelerate.gpu.factors_kl import flat_kl
+from slimbayes.accelerate.gpu.joint_parameters import join
+from slimbayes.accelerate.gpu.noise import philox_noise
+from slimbayes.accelerate.gpu.rows import scale_rows
+from slimbayes.accelerate.gpu.weights import ktied_weight, meanfield_weight
 
 CUDA = torch.device("cuda")
 

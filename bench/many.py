@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 
 import slimbayes as sb
-from slimbayes.bench.measuring import describe
 from slimbayes.files import write_whole
-from slimbayes.provenance import commit, now
-from slimbayes.training import many_group
+from slimbayes.lab.bench.measuring import describe
+from slimbayes.training.many.fit import group
+from slimbayes.verbs.provenance import commit, now
 
 METHODS = {
     "deterministic": (sb.Deterministic(), "batch"),
@@ -151,7 +151,7 @@ def parse(arguments):
 def main(arguments=None):
     options = parse(arguments)
     if options.compile:  # few steps, which stand for many
-        many_group.COMPILED_FROM = dict.fromkeys(many_group.COMPILED_FROM, 0)
+        group.COMPILED_FROM = dict.fromkeys(group.COMPILED_FROM, 0)
     cpu = f"CPU, {torch.get_num_threads()} threads"
     content = {
         **{key: value for key, value in vars(options).items() if key not in ("output", "methods")},

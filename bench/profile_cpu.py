@@ -33,11 +33,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import slimbayes as sb
-from slimbayes import rawnoise
+from slimbayes.accelerate.cpu import raw_noise
+from slimbayes.core.noise import fresh_noise
 from slimbayes.files import write_whole
-from slimbayes.models.build import build
-from slimbayes.noise import fresh_noise
-from slimbayes.provenance import commit, now
+from slimbayes.lab.models.build import build
+from slimbayes.verbs.provenance import commit, now
 
 METHODS = {
     "deterministic": (None, "example"),
@@ -130,13 +130,13 @@ def category(event):
 
 def parts(step, wall, host, steps):
     """Milliseconds of a step by part."""
-    fill = rawnoise.fill
+    fill = raw_noise.fill
 
     def marked(*arguments):
         with torch.profiler.record_function("random numbers"):
             fill(*arguments)
 
-    rawnoise.fill = marked
+    raw_noise.fill = marked
     shortest, found = math.inf, {}
     try:
         for _ in range(steps):
@@ -150,7 +150,7 @@ def parts(step, wall, host, steps):
             if sum(now.values()) < shortest:
                 shortest, found = sum(now.values()), now
     finally:
-        rawnoise.fill = fill
+        raw_noise.fill = fill
     return {name: value * (wall - host) / shortest for name, value in found.items()} | {"host": host}
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from slimbayes.bench.cases import Case, build
-from slimbayes.bench.settings import NETWORKS, REFERENCE
 from slimbayes.files import write_whole
-from slimbayes.provenance import commit, versions
+from slimbayes.lab.bench.cases import Case, build
+from slimbayes.lab.bench.settings import NETWORKS, REFERENCE
+from slimbayes.verbs.provenance import commit, versions
 
 KINDS = {  # the first that has a word of the kernel's name
     "convolutions and matrix products": (

@@ -2,7 +2,7 @@
 
 python bench/sweep_ktied.py [--output sweep.json] [--sizes 4096 8192] [--rank 2] [--seconds 55]
 
-The fastest tiles belong in FORWARD and BACKWARD of slimbayes/kernels/weight_launch.py.
+The fastest tiles belong in FORWARD and BACKWARD of slimbayes/accelerate/gpu/weight_launch.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.kernels import available, weight_launch
-from slimbayes.kernels.weight_launch import Tile
+from slimbayes.accelerate.gpu import available, weight_launch
+from slimbayes.accelerate.gpu.weight_launch import Tile
 
 CUDA = torch.device("cuda")
 TILES = [

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 import slimbayes as sb
-from slimbayes.bench.page import page_text
-from slimbayes.bench.results import Results, read_results
-from slimbayes.bench.settings import PEERS as BENCHED
-from slimbayes.bench.table import ratio
-from slimbayes.bench.table import title as called
-from slimbayes.experiments import catalogue
-from slimbayes.experiments.pages import stale_pages, write_pages
-from slimbayes.layers import TABLE, UNSUPPORTED, WEIGHTED
-from slimbayes.layers.base import Converted
-from slimbayes.layers.linear import TransposedLinear
-from slimbayes.methods import METHODS, Method
+from slimbayes.core.layers import TABLE, UNSUPPORTED, WEIGHTED
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.layers.linear import TransposedLinear
+from slimbayes.core.methods import METHODS, Method
+from slimbayes.lab.bench.page import page_text
+from slimbayes.lab.bench.results import Results, read_results
+from slimbayes.lab.bench.settings import PEERS as BENCHED
+from slimbayes.lab.bench.table import ratio
+from slimbayes.lab.bench.table import title as called
+from slimbayes.lab.experiments import catalogue
+from slimbayes.lab.experiments.pages import stale_pages, write_pages
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

@@ -25,25 +25,25 @@ AS_IS = (".json", ".svg", ".png", ".html", ".css")
 # one that is not there is left out.
 ROOMS = {
     "": "What `import slimbayes as sb` gives: the verbs, and what they return. What has a page of its own is there, "
-    "too, by the same names: `sb.Rank1` is `slimbayes.methods.Rank1`.",
-    "methods": "What `sb.bayesianize` takes: frozen dataclasses, and the protocol behind them.",
-    "priors": "Priors, by value.",
-    "likelihoods": "What the draws say about a target.",
+    "too, by the same names: `sb.Rank1` is `slimbayes.core.methods.Rank1`.",
+    "core.methods": "What `sb.bayesianize` takes: frozen dataclasses, and the protocol behind them.",
+    "core.priors": "Priors, by value.",
+    "core.likelihoods": "What the draws say about a target.",
     "metrics": "Pure functions of probabilities or draws and targets.",
     "analysis": "What posteriors look like.",
-    "data": "Data sets by name, batches, records, shifts.",
-    "data.corruptions": "Corrupted images, batched and on any device.",
+    "lab.data": "Data sets by name, batches, records, shifts.",
+    "lab.data.corruptions": "Corrupted images, batched and on any device.",
     "training": "The training loop, and what goes into it.",
-    "models": "Plain torch networks, by class and by name.",
-    "experiments": "The papers' tables and figures as data.",
+    "lab.models": "Plain torch networks, by class and by name.",
+    "lab.experiments": "The papers' tables and figures as data.",
     "decisions": "From predictions to decisions.",
-    "diagnosis": "What looks wrong with a model, in words.",
+    "verbs.diagnosis": "What looks wrong with a model, in words.",
     "sklearn": "Estimators for scikit-learn.",
     "integrations.lightning": "For Lightning's Trainer.",
     "integrations.transformers": "For Hugging Face's Trainer.",
     "integrations.hub": "Models in a folder or on a hub.",
-    "frozen": "Every draw a fixed function, in plain modules.",
-    "export": "Frozen networks as torch.export programs and ONNX files.",
+    "verbs.freezing": "Every draw a fixed function, in plain modules.",
+    "verbs.exporting": "Frozen networks as torch.export programs and ONNX files.",
 }
 
 

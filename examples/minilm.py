@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 import slimbayes as sb
-from slimbayes.data.files import require
+from slimbayes.containers.files import require
 
 BLOCK = r"encoder\.layer\.5\."  # the last of six
 LAYERS = BLOCK + ".*(query|key|value|dense)"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from slimbayes.config import RunConfig
-from slimbayes.data import load, read_inputs
-from slimbayes.predictions import predict_table, write_table
-from slimbayes.runs import load_run, train_run
+from slimbayes.lab.config import RunConfig
+from slimbayes.lab.data import load, read_inputs
+from slimbayes.lab.predictions import predict_table, write_table
+from slimbayes.lab.runs import load_run, train_run
 from slimbayes.training import Training
 
 

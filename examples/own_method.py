@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes import context
-from slimbayes import distributions as d
-from slimbayes.apply.base import Inputs, KLTerm, Operation, Rule, sample, scale_inputs
-from slimbayes.layers import is_weighted
-from slimbayes.layers.base import Converted
-from slimbayes.methods import METHODS, Method
-from slimbayes.methods.base import Outline, Shared, Traits, check_positive, needs_linear
+from slimbayes.core import context
+from slimbayes.core import distributions as d
+from slimbayes.core.layers import is_weighted
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.methods import METHODS, Method
+from slimbayes.core.methods.base import Outline, Shared, Traits, check_positive, needs_linear
+from slimbayes.core.rules.base import Inputs, KLTerm, Operation, Rule, sample, scale_inputs
 
 
 class GaussianNoiseRule(Rule):

@@ -3,9 +3,9 @@
 import tempfile
 from pathlib import Path
 
-from slimbayes.experiments import find, read_result
-from slimbayes.experiments.running import reproduce
-from slimbayes.experiments.tables import join, markdown
+from slimbayes.lab.experiments import find, read_result
+from slimbayes.lab.experiments.running import reproduce
+from slimbayes.lab.experiments.tables import join, markdown
 
 
 def main(names: tuple[str, ...] = ("ktied/table1", "ktied/table2"), scale: str = "smoke") -> dict[str, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimbayes.files import write_whole
-from slimbayes.provenance import provenance
+from slimbayes.verbs.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 FORMAT = "slimbayes-reliability"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.methods.base import Method
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.core.methods.base import Method
 from tests.helpers_matrix import METHODS
 
 EVERY: dict[str, Method] = {

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from reliability.health_cases import NamedError, Y, build, case, inputs, named, near
-from slimbayes.keyed import keyed_noise, layer_key
-from slimbayes.methods.base import Method
-from slimbayes.noise import fresh_noise
+from slimbayes.core.keyed_noise import keyed_noise, layer_key
+from slimbayes.core.methods.base import Method
+from slimbayes.core.noise import fresh_noise
 
 BAD = 5  # the step that meets the bad row
 QUIET = {"epochs": 2, "batch_size": 8, "lr": 1e-3, "progress": False, "accelerator": "cpu"}

@@ -20,27 +20,27 @@ from torch import nn
 import slimbayes as sb
 from reliability import attacks
 from reliability.attacks import Payload
-from slimbayes import checkpoint
-from slimbayes.bench.results import BenchError
-from slimbayes.bench.results import read_results as read_bench
-from slimbayes.config import CompareConfig, ConfigError, RunConfig, read_config
-from slimbayes.data import DataError, read_inputs, stream
-from slimbayes.data import load as load_data
-from slimbayes.data.corruptions.official import load_official
-from slimbayes.data.images import cifar10, read_idx
-from slimbayes.data.records import cache
-from slimbayes.data.records.csvs import integers, numbers, read_pieces, seconds
-from slimbayes.data.records.physionet_text import read_records_text
-from slimbayes.experiments.results import ResultError, read_result
-from slimbayes.export import ExportError
 from slimbayes.integrations.hub import from_pretrained, save_pretrained
-from slimbayes.report.check import ReportError
-from slimbayes.report.results import read_results
-from slimbayes.runs import load_run, train_run
-from slimbayes.served import load_served
+from slimbayes.lab.bench.results import BenchError
+from slimbayes.lab.bench.results import read_results as read_bench
+from slimbayes.lab.config import CompareConfig, ConfigError, RunConfig, read_config
+from slimbayes.lab.data import DataError, read_inputs, stream
+from slimbayes.lab.data import load as load_data
+from slimbayes.lab.data.corruptions.official import load_official
+from slimbayes.lab.data.images import cifar10, read_idx
+from slimbayes.lab.data.records import cache
+from slimbayes.lab.data.records.csvs import integers, numbers, read_pieces, seconds
+from slimbayes.lab.data.records.physionet_text import read_records_text
+from slimbayes.lab.experiments.results import ResultError, read_result
+from slimbayes.lab.exported_runs import load_served
+from slimbayes.lab.report.check import ReportError
+from slimbayes.lab.report.results import read_results
+from slimbayes.lab.runs import load_run, train_run
 from slimbayes.sklearn import BayesianMLPClassifier
-from slimbayes.specs import SpecError
 from slimbayes.training.state import read_state, write_state
+from slimbayes.verbs import checkpoint
+from slimbayes.verbs.exporting import ExportError
+from slimbayes.verbs.method_text import SpecError
 
 DOCUMENTED = (
     BenchError, ConfigError, DataError, ExportError, ReportError, ResultError, SpecError, checkpoint.CheckpointError,
@@ -443,7 +443,7 @@ def _npz(folder: Path) -> None:
 
 
 def _onnx(folder: Path) -> None:
-    from slimbayes.served import export_run
+    from slimbayes.lab.exported_runs import export_run
 
     _run(folder / "run")
     export_run(load_run(folder / "run", device="cpu"), folder / "model.onnx", draws=2)

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slimbayes.checkpoint import CheckpointError, _read
-from slimbayes.config import RunConfig, read_config
 from slimbayes.files import SUFFIX
-from slimbayes.runs import MODEL
+from slimbayes.lab.config import RunConfig, read_config
+from slimbayes.lab.runs import MODEL
 from slimbayes.training.monitor import COLUMNS
 from slimbayes.training.state import read_state
+from slimbayes.verbs.checkpoint import CheckpointError, _read
 
 LIMIT = 240.0  # seconds after which a run counts as hanging
 IGNORED = ("examples_per_second",)  # of history: the only column that two equal runs differ in
@@ -116,7 +116,7 @@ class Child:
 
 def _run(words: Sequence[str]) -> int:
     """The command line, as ``slimbayes`` itself runs it; its exit code."""
-    from slimbayes.cli import main
+    from slimbayes.lab.cli import main
 
     sys.argv = ["slimbayes", *words]
     try:
@@ -130,7 +130,7 @@ def _run(words: Sequence[str]) -> int:
 
 def preload(words: Sequence[str], log: Path) -> None:
     """Import here what a run imports, so that a forked one begins with it: a first run tells what that is."""
-    import slimbayes.cli.app  # noqa: F401
+    import slimbayes.lab.cli.app  # noqa: F401
 
     names = log.with_name("modules.txt")
     os.environ["RELIABILITY_MODULES"] = str(names)

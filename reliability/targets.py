@@ -23,12 +23,12 @@ from safetensors.torch import save as serialize
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import checkpoint
-from slimbayes.config import CompareConfig, ConfigError, RunConfig, from_dict, read_config
-from slimbayes.data.base import DataError
-from slimbayes.data.tables import load_table
-from slimbayes.data.userfiles import load_npz
-from slimbayes.specs import SpecError
+from slimbayes.containers.datasets import DataError
+from slimbayes.lab.config import CompareConfig, ConfigError, RunConfig, from_dict, read_config
+from slimbayes.lab.data.tables import load_table
+from slimbayes.lab.data.userfiles import load_npz
+from slimbayes.verbs import checkpoint
+from slimbayes.verbs.method_text import SpecError
 
 SIGNED = b"S"  # first byte of an input: what follows gets the checksums that fit it
 FILE = b"F"  # and: a whole file, as it is

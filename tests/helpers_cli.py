@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from slimbayes.cli import main
+from slimbayes.lab.cli import main
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slimbayes import fusing
-from slimbayes.apply.rows import row_product
+from slimbayes.accelerate.compile import norm_fusion
+from slimbayes.accelerate.row_factors import row_product
 
 LAST = torch.channels_last
 R, C, SIZE = 6, 4, 5
@@ -22,7 +22,7 @@ def factor(seed: int, rows: int = R, channels: int = C) -> torch.Tensor:
     return 1 + torch.rand(rows, channels, dtype=torch.float64, generator=generator)
 
 
-def compiled(function, counts: list[int], fuse=fusing.fuse_norms, **options):
+def compiled(function, counts: list[int], fuse=norm_fusion.fuse_norms, **options):
     """The function compiled to a graph that was fused and then taken through torch's autograd compiler."""
     torch._dynamo.reset()
     torch.compiler.allow_in_graph(row_product)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from slimbayes.kernels import available
-from slimbayes.kernels.launch import INTERPRETED
+from slimbayes.accelerate.gpu import available
+from slimbayes.accelerate.gpu.launch import INTERPRETED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_kernels = pytest.mark.skipif(

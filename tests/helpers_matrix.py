@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.apply.rank1 import Rank1Rule
-from slimbayes.layers import converted_class
-from slimbayes.layers.base import Converted
-from slimbayes.posteriors import LogNormalPosterior
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.core.layers import converted_class
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.posteriors import LogNormalPosterior
+from slimbayes.core.rules.rank1 import Rank1Rule
 
 try:
     from transformers.pytorch_utils import Conv1D

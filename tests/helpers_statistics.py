@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from torch.func import functional_call
 
-from slimbayes.context import Frame
+from slimbayes.core.context import Frame
 
 F64 = torch.float64
 Z = 5.5  # standard errors allowed to one comparison: the chance of a false alarm is 4e-8
@@ -21,7 +21,7 @@ def force_noise(monkeypatch, make):
         return make(kind, source, size).to(dtype).expand(size)
 
     monkeypatch.setattr(Frame, "noise_like", noise_like)
-    monkeypatch.setattr("slimbayes.draws._prefill", lambda *_: None)  # layers ask for noise one by one
+    monkeypatch.setattr("slimbayes.core.passes._prefill", lambda *_: None)  # layers ask for noise one by one
 
 
 @torch.no_grad()

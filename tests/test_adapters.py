@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import checkpoint
+from slimbayes.verbs import checkpoint
 
 
 def pretrained(build=mlp, seed=7):

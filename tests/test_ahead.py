@@ -11,10 +11,10 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes import context
-from slimbayes.posteriors import NormalPosterior
-from slimbayes.probing import evaluating
-from slimbayes.record import find_record
+from slimbayes.core import context
+from slimbayes.core.conversion import find_record
+from slimbayes.core.posteriors import NormalPosterior
+from slimbayes.core.probes import evaluating
 
 METHODS = {
     "meanfield": sb.MeanField(),

@@ -11,7 +11,7 @@ from torch.distributions import Normal, kl_divergence
 
 import slimbayes as sb
 from slimbayes import models
-from slimbayes.compressing import factorize, tied_kl
+from slimbayes.verbs.compression import factorize, tied_kl
 
 D = torch.float64
 

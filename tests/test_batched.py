@@ -9,7 +9,7 @@ from helpers_statistics import F64
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.apply import batched
+from slimbayes.accelerate import members
 
 X = torch.randn(6, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -151,7 +151,7 @@ def test_hooks_see_every_member():
 
 
 def test_large_members_are_not_batched(monkeypatch):
-    monkeypatch.setattr(batched, "MOST", 10)
+    monkeypatch.setattr(members, "MOST", 10)
     model = ensemble(NETWORKS["plain"])
     sb.draw(model, X)
     assert model._batched and not any(model._batched.values())

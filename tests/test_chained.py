@@ -9,16 +9,16 @@ import torch
 from torch import fx, nn
 
 import slimbayes as sb
-from slimbayes.apply import fused
-from slimbayes.apply.chained import chain_noise
-from slimbayes.apply.local import thin_factors, thin_factors_of_logs
+from slimbayes.accelerate.compile.local_chain import chain_noise
+from slimbayes.accelerate.gpu import weight_samples
+from slimbayes.core.rules.local import thin_factors, thin_factors_of_logs
 
 
 @pytest.fixture(autouse=True)
 def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations run by their plain twins on the CPU, for weights of any size."""
-    monkeypatch.setattr(fused, "available", lambda device: True)
-    monkeypatch.setattr(fused, "_SMALLEST", 1)
+    monkeypatch.setattr(weight_samples, "available", lambda device: True)
+    monkeypatch.setattr(weight_samples, "_SMALLEST", 1)
 
 
 class Residual(nn.Module):
@@ -117,7 +117,7 @@ def test_the_library_s_compile_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             result = sb.elbo(sb.draw(model, x), y, model, num_data=50)
-        made.append(len(fused.SCOPE.made))
+        made.append(len(weight_samples.SCOPE.made))
         return result.kl
 
     value = sb.compile(step, fullgraph=True)(torch.randn(7, 6), torch.randint(3, (7,)))

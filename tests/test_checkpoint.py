@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import checkpoint
+from slimbayes.verbs import checkpoint
 
 
 def same_state(first, second):

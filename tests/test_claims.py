@@ -9,12 +9,13 @@ from torch import nn
 
 import slimbayes as sb
 from reliability.readers import signed
-from slimbayes import checkpoint, claims, files
-from slimbayes.checkpoint import CheckpointError
-from slimbayes.config import CompareConfig, ConfigError, RunConfig, read_config
-from slimbayes.data import DataError, read_inputs, stream
-from slimbayes.predictions import write_table
-from slimbayes.specs import SpecError, parse_method
+from slimbayes import files
+from slimbayes.lab.config import CompareConfig, ConfigError, RunConfig, read_config
+from slimbayes.lab.data import DataError, read_inputs, stream
+from slimbayes.lab.predictions import write_table
+from slimbayes.verbs import checkpoint, untrusted_files
+from slimbayes.verbs.checkpoint import CheckpointError
+from slimbayes.verbs.method_text import SpecError, parse_method
 
 
 def network():
@@ -40,7 +41,7 @@ def test_methods_that_name_more_than_the_file_holds(name, option, value, tmp_pat
 
 
 def test_a_large_number_of_components_that_is_there_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "_SMALL", 0)  # so that it is tried without memory first
+    monkeypatch.setattr(untrusted_files, "_SMALL", 0)  # so that it is tried without memory first
     path = tmp_path / "net.safetensors"
     for method in (
         sb.Rank1(components=64),
@@ -88,17 +89,17 @@ def test_too_many_tensors(tmp_path, monkeypatch):
 
 def test_networks_are_compared_before_they_are_made(tmp_path):
     sb.save(sb.bayesianize(nn.Linear(3, 2), sb.Rank1()), tmp_path / "net")
-    shapes = claims.shapes_of(tmp_path / "net")
-    claims.check_network(lambda: nn.Linear(3, 2), "linear", shapes)
+    shapes = untrusted_files.shapes_of(tmp_path / "net")
+    untrusted_files.check_network(lambda: nn.Linear(3, 2), "linear", shapes)
     for build in (
         lambda: nn.Linear(10**9, 10**9),
         lambda: nn.Linear(2, 3),
         lambda: nn.Sequential(nn.Linear(3, 2)),
     ):
         with pytest.raises(ValueError, match="the weights have"):
-            claims.check_network(build, "linear", shapes)
+            untrusted_files.check_network(build, "linear", shapes)
     with pytest.raises(ValueError, match="100 layers"):
-        claims.check_network(lambda: nn.Linear(3, 2), "wrn(depth=100)", shapes)
+        untrusted_files.check_network(lambda: nn.Linear(3, 2), "wrn(depth=100)", shapes)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_shapes_that_a_file_has_no_room_for(entry, message, tmp_path):
     header = json.dumps({"a": entry}).encode()
     (tmp_path / "net").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     with pytest.raises(ValueError, match=message):
-        claims.shapes_of(tmp_path / "net")
+        untrusted_files.shapes_of(tmp_path / "net")
 
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import slimbayes as sb
-from slimbayes.compare import Bench, compare, evaluate_run
-from slimbayes.compare.bench import spread
-from slimbayes.config import CompareConfig, Contender, RunConfig
-from slimbayes.data import DataError
-from slimbayes.report import read_results, write_report, write_results
-from slimbayes.runs import make_model, train_run
+from slimbayes.lab.compare import Bench, compare, evaluate_run
+from slimbayes.lab.compare.bench import spread
+from slimbayes.lab.config import CompareConfig, Contender, RunConfig
+from slimbayes.lab.data import DataError
+from slimbayes.lab.report import read_results, write_report, write_results
+from slimbayes.lab.runs import make_model, train_run
 from slimbayes.training import Training, TrainingError, fit
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

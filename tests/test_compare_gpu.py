@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from slimbayes.compare import compare, evaluate_run
-from slimbayes.config import CompareConfig, Contender, RunConfig
-from slimbayes.predictions import predict_table
-from slimbayes.runs import load_run, train_run
+from slimbayes.lab.compare import compare, evaluate_run
+from slimbayes.lab.config import CompareConfig, Contender, RunConfig
+from slimbayes.lab.predictions import predict_table
+from slimbayes.lab.runs import load_run, train_run
 from slimbayes.training import Training
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

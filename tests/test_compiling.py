@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import slimbayes as sb
-from slimbayes import compiling, fusing
-from slimbayes.apply import bulk
-from slimbayes.models import WideResNet
-from slimbayes.models.resnet import BasicBlock, Bottleneck
+from slimbayes.accelerate import factor_groups
+from slimbayes.accelerate.compile import entry, norm_fusion
+from slimbayes.lab.models import WideResNet
+from slimbayes.lab.models.resnet import BasicBlock, Bottleneck
 
 
 def short_resnet(block: type[BasicBlock] | type[Bottleneck]) -> nn.Module:
@@ -29,7 +29,7 @@ NETWORKS = {
     "resnet": (lambda: short_resnet(BasicBlock), 64),
     "bottleneck": (lambda: short_resnet(Bottleneck), 32),
 }
-FUSED = (fusing.NORM_ROWS, fusing.SUM_NORM_ROWS, fusing.NORM_SUM_ROWS)
+FUSED = (norm_fusion.NORM_ROWS, norm_fusion.SUM_NORM_ROWS, norm_fusion.NORM_SUM_ROWS)
 METHODS = {
     "batchensemble": sb.BatchEnsemble(components=2),
     "rank1": sb.Rank1(components=2),
@@ -40,7 +40,7 @@ METHODS = {
 def run(network: str, method: str, fuse: bool):
     """Loss, gradients and buffers after one step whose graph ran node by node, and what was fused in it."""
     torch._dynamo.reset()
-    torch.compiler.allow_in_graph(compiling.row_product)
+    torch.compiler.allow_in_graph(entry.row_product)
     torch.manual_seed(0)
     build, size = NETWORKS[network]
     model = sb.bayesianize(build().double().to(memory_format=torch.channels_last), METHODS[method])
@@ -50,7 +50,7 @@ def run(network: str, method: str, fuse: bool):
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> object:
         if fuse:
-            found.append(fusing.fuse_norms(module.graph, ("cpu",)))
+            found.append(norm_fusion.fuse_norms(module.graph, ("cpu",)))
             module.recompile()
         found.append([node.target for node in module.graph.nodes])
         return module.forward
@@ -82,7 +82,7 @@ def test_one_operation_gives_the_same_step(network: str, method: str, counts: tu
     norms = plain[0].count(F.batch_norm)
     assert found[0] == sum(counts) and found[1].count(F.batch_norm) == norms - found[0]
     assert tuple(found[1].count(function) for function in FUSED) == counts
-    assert found[1].count(fusing.follow_all) == 1 and found[1].count(fusing.follow) == 0
+    assert found[1].count(norm_fusion.follow_all) == 1 and found[1].count(norm_fusion.follow) == 0
     torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
     for name, buffer in kept.items():  # running statistics and the count of batches
         torch.testing.assert_close(buffers[name], buffer, rtol=1e-9, atol=1e-9, msg=name)
@@ -98,7 +98,7 @@ def test_networks_without_factors_are_left_alone() -> None:
     counts = []
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> object:
-        counts.append(fusing.fuse_norms(module.graph, ("cpu",)))
+        counts.append(norm_fusion.fuse_norms(module.graph, ("cpu",)))
         return module.forward
 
     torch.compile(net, backend=backend)(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last))
@@ -110,13 +110,13 @@ def test_evaluation_mode_is_left_alone() -> None:
     x = graph.placeholder("x")
     x.meta["example_value"] = torch.zeros(2, 4, 3, 3).to(memory_format=torch.channels_last)
     f = graph.placeholder("f")
-    product = graph.call_function(compiling.row_product, (x, f))
+    product = graph.call_function(entry.row_product, (x, f))
     product.meta["example_value"] = x.meta["example_value"]
     norm = graph.call_function(F.batch_norm, (product, None, None, f, f, False, 0.1, 1e-5))
     graph.output(norm)
-    assert fusing.fuse_norms(graph, ("cpu",)) == 0
+    assert norm_fusion.fuse_norms(graph, ("cpu",)) == 0
     norm.args = (product, None, None, f, f, True, 0.1, 1e-5)
-    assert fusing.fuse_norms(graph, ("cpu",)) == 1
+    assert norm_fusion.fuse_norms(graph, ("cpu",)) == 1
 
 
 def test_a_compiled_loss_takes_the_weights_of_a_schedule() -> None:
@@ -191,17 +191,17 @@ def test_grouped_kl_equals_the_sum_over_layers(posterior: str, reduction: str, r
 
 
 def test_all_factors_at_once_have_the_layers_own_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "DEVICES", ("cpu",))
+    monkeypatch.setattr(factor_groups, "DEVICES", ("cpu",))
     torch.manual_seed(0)
     model = sb.bayesianize(
         nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), sb.Rank1(components=2, dropout_rate=0.1)
     )
-    groups = bulk.find_groups([model[0].bayes, model[1].bayes])
+    groups = factor_groups.find_groups([model[0].bayes, model[1].bayes])
     assert len(groups) == 1 and len(groups[0].sources) == 4
-    from slimbayes.context import Draw
+    from slimbayes.core.context import Draw
 
     draw = Draw(2, 1, 20_000)
-    bulk.prefill(groups, draw)
+    factor_groups.prefill(groups, draw)
     for source, factor in zip(groups[0].sources, groups[0].factors, strict=True):
         value = draw.prefilled[source]
         assert value.shape == (2, 1, 20_000, factor.loc.shape[1])
@@ -217,7 +217,7 @@ def test_factors_sampled_before_the_network_survive_activation_checkpointing(
 ) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    monkeypatch.setattr(bulk, "DEVICES", ("cpu",))
+    monkeypatch.setattr(factor_groups, "DEVICES", ("cpu",))
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -273,8 +273,8 @@ class Holder(nn.Module):
 
 
 def test_converted_layers_come_in_the_order_of_their_names() -> None:
-    from slimbayes.layers.base import Converted
-    from slimbayes.record import converted_layers
+    from slimbayes.core.conversion import converted_layers
+    from slimbayes.core.layers.base import Converted
 
     net = WideResNet(10, 1, 3)
     net.again = net.output
@@ -287,8 +287,8 @@ def test_converted_layers_come_in_the_order_of_their_names() -> None:
 def test_draw_and_kl_of_one_compiled_call_share_the_joined_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bulk, "DEVICES", ("cpu",))
-    monkeypatch.setattr("slimbayes.draws.DEVICES", ("cpu",))
+    monkeypatch.setattr(factor_groups, "DEVICES", ("cpu",))
+    monkeypatch.setattr("slimbayes.core.passes.DEVICES", ("cpu",))
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), sb.Rank1(components=2))
@@ -301,13 +301,13 @@ def test_draw_and_kl_of_one_compiled_call_share_the_joined_parameters(
     def objective(x: torch.Tensor) -> torch.Tensor:
         return sb.draw(model, x).square().mean() + sb.kl(model)
 
-    for function, joins in ((compiling._scoped(objective), 2), (objective, 4)):
+    for function, joins in ((entry._scoped(objective), 2), (objective, 4)):
         torch._dynamo.reset()
         model.zero_grad()
         torch.compile(function, backend=backend, fullgraph=True)(torch.zeros(2, 3)).backward()
         assert seen[-1].count(torch.ops.slimbayes.join) == joins
         assert all(p.grad is not None for name, p in model.named_parameters() if ".bayes." in name)
-    assert bulk.JOINS.made == [] and not bulk.JOINS.rules
+    assert factor_groups.JOINS.made == [] and not factor_groups.JOINS.rules
 
 
 @pytest.mark.uncounted(but=2)
@@ -315,8 +315,8 @@ def test_draw_and_kl_of_one_compiled_call_share_the_joined_parameters(
 def test_point_factors_of_all_convolutions_are_repeated_at_once(
     clip: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "DEVICES", ("cpu",))
-    monkeypatch.setattr("slimbayes.draws.DEVICES", ("cpu",))
+    monkeypatch.setattr(factor_groups, "DEVICES", ("cpu",))
+    monkeypatch.setattr("slimbayes.core.passes.DEVICES", ("cpu",))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(32, 3))
     model = sb.bayesianize(net, sb.Rank1(components=2, posterior="delta", random_sign_init=-0.5, clip=clip))
@@ -347,6 +347,6 @@ def test_unknown_operations_are_named_in_short(monkeypatch) -> None:
 
     monkeypatch.setattr(exc.OperatorIssue, "operator_str", exc.OperatorIssue.operator_str)
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    compiling._shorten_messages()
+    entry._shorten_messages()
     error = exc.MissingOperatorWithoutDecomp(torch.ops.aten.relu.default, [torch.zeros(3)], {})
     assert "aten.relu.default" in str(error) and "tensor" not in str(error)

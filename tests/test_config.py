@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given, settings, strategies
 
-from slimbayes.config import (
+from slimbayes.lab.config import (
     CONTENDERS,
     CompareConfig,
     ConfigError,

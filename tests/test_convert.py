@@ -9,8 +9,8 @@ from helpers_networks import METHODS, convert, features, images, mlp, quiet, res
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.layers.base import Converted
-from slimbayes.layers.several import Several
+from slimbayes.core.layers.base import Converted
+from slimbayes.sequences.kernels import Several
 
 
 def net():

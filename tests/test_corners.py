@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes.layers.dropout import ActiveDropout
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.core.layers.dropout import ActiveDropout
 
 
 def dropout_net():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.diagnosis import limits
+from slimbayes.verbs.diagnosis import limits
 
 
 def network(norm=False):

@@ -18,7 +18,7 @@ from helpers_networks import (
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.context import Draw, activate, current_draw
+from slimbayes.core.context import Draw, activate, current_draw
 
 pytestmark = pytest.mark.oldest
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import slimbayes as sb
-from slimbayes import distributions as d
-from slimbayes.apply.local import local_variance
+from slimbayes.core import distributions as d
+from slimbayes.core.rules.local import local_variance
 
 
 def transposed_linear(inputs, outputs):

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes import metrics
-from slimbayes.data.base import Scaling
-from slimbayes.evaluate import assess
+from slimbayes.containers.datasets import Scaling
 from slimbayes.metrics import Evaluation
 from slimbayes.metrics import evaluation as module
+from slimbayes.verbs.evaluation import assess
 
 N = 90
 X = features(N)
@@ -94,7 +94,9 @@ def test_chunks_bound_the_rows_of_a_pass_and_the_draws_held(monkeypatch):
     monkeypatch.setattr(
         Evaluation, "update", lambda self, p, t: (held.append(p.draws.numel()), update(self, p, t))[1]
     )
-    monkeypatch.setattr(sys.modules["slimbayes.evaluate"], "_HELD", 3 * 5 * 4 * 6)  # draws of six examples
+    monkeypatch.setattr(
+        sys.modules["slimbayes.verbs.evaluation"], "_HELD", 3 * 5 * 4 * 6
+    )  # draws of six examples
     sb.evaluate(model, [(X, y)], samples=5, chunk=40)
     assert max(rows) <= 40 and sum(rows) >= 15 * N
     assert max(held) == 3 * 5 * 4 * 6 and sum(held) == 3 * 5 * 4 * N

@@ -11,7 +11,7 @@ from helpers_matrix import CASES, check_identity
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.methods import METHODS
+from slimbayes.core.methods import METHODS
 
 pytestmark = pytest.mark.uncounted
 

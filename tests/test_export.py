@@ -11,7 +11,7 @@ from helpers_export import METHODS, inputs, make
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.export import ExportError, OnnxModel, onnx_file
+from slimbayes.verbs.exporting import ExportError, OnnxModel, onnx_file
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

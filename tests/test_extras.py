@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import slimbayes as sb
-from slimbayes.cli.info import EXTRAS
+from slimbayes.lab.cli.info import EXTRAS
 from slimbayes.training.monitor import Progress
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def command(*words):
     def action(tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["slimbayes", *words])
-            for name in [name for name in sys.modules if name.startswith("slimbayes.cli.")]:
+            for name in [name for name in sys.modules if name.startswith("slimbayes.lab.cli.")]:
                 patch.delitem(sys.modules, name)
             with pytest.raises(SystemExit) as stopped:
                 sb_cli.main()
@@ -71,11 +71,11 @@ def command(*words):
     return action
 
 
-sb_cli = importlib.import_module("slimbayes.cli")
+sb_cli = importlib.import_module("slimbayes.lab.cli")
 
 
 def rendered(tmp_path):
-    from slimbayes.report.panels import Panel, Plot, render
+    from slimbayes.lab.report.panels import Panel, Plot, render
 
     render(Plot("a", "b", "c", [Panel(lambda figure: None, "d")], [], []))
 
@@ -91,32 +91,32 @@ def parquet(tmp_path):
 
 
 def picture(tmp_path):
-    from slimbayes.data.inputs import read_image
+    from slimbayes.lab.data.inputs import read_image
 
     read_image(tmp_path / "a.png")
 
 
 def configuration(tmp_path):
-    from slimbayes.config import RunConfig, read_config
+    from slimbayes.lab.config import RunConfig, read_config
 
     (tmp_path / "a.yaml").write_text("data: wine")
     read_config(RunConfig, tmp_path / "a.yaml")
 
 
 def shell_options(tmp_path):
-    from slimbayes.cli.options import pairs
+    from slimbayes.lab.cli.options import pairs
 
     pairs(["a=1"], "--set")
 
 
 def bench_plot(tmp_path):
-    from slimbayes.bench.plot import write_plot
+    from slimbayes.lab.bench.plot import write_plot
 
     write_plot(None, tmp_path / "plot")
 
 
 def summary_table(tmp_path):
-    from slimbayes.report.tables import print_summary
+    from slimbayes.lab.report.tables import print_summary
 
     print_summary({})
 

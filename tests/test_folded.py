@@ -9,9 +9,9 @@ from test_rows import F64, NEAR, compare_runs
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.apply import folded
-from slimbayes.apply.folded import ROWS, Choice
-from slimbayes.context import Frame
+from slimbayes.accelerate import factor_folding
+from slimbayes.accelerate.factor_folding import ROWS, Choice
+from slimbayes.core.context import Frame
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def choose(monkeypatch):
                 return ROWS
             return Choice(choice.inner and s is not None, choice.outer and r is not None)
 
-        monkeypatch.setattr(folded, "choose", chosen)
+        monkeypatch.setattr(factor_folding, "choose", chosen)
 
     return force
 
@@ -48,7 +48,7 @@ def choose(monkeypatch):
 def test_matrices_agree_with_the_plain_path(kind, choice, large, choose, monkeypatch):
     choose(choice)
     if large:
-        monkeypatch.setattr(folded, "LARGE", 1)
+        monkeypatch.setattr(factor_folding, "LARGE", 1)
     for case, samples, per_step in itertools.product(CASES[kind], (1, 2), (None, 2)):
         for factors in ("both", "input", "output"):
             method = sb.Rank1(components=3, components_per_step=per_step, factors=factors)
@@ -82,7 +82,7 @@ def test_the_rule_of_a_folded_matrix():
 @pytest.mark.parametrize("large", [False, True])
 def test_first_and_second_derivatives(large, monkeypatch):
     if large:
-        monkeypatch.setattr(folded, "LARGE", 1)
+        monkeypatch.setattr(factor_folding, "LARGE", 1)
     torch.manual_seed(0)
     x, weight = torch.randn(2, 3, 4, dtype=F64), torch.randn(5, 4, dtype=F64)
     left, right, bias = (torch.randn(2, n, dtype=F64) for n in (5, 4, 5))
@@ -93,7 +93,7 @@ def test_first_and_second_derivatives(large, monkeypatch):
         def run(x, weight, *rest, sides=sides):
             parts = iter(rest)
             vectors = [None if side is None else next(parts) for side in sides]
-            return folded._Folded.apply(x, weight, *vectors, next(parts), True)
+            return factor_folding._Folded.apply(x, weight, *vectors, next(parts), True)
 
         assert torch.autograd.gradcheck(run, used)
         assert torch.autograd.gradgradcheck(run, used)
@@ -131,11 +131,11 @@ def test_choice_by_shape(rows, inputs, outputs, draws, gradient, expected):
     frame = Frame(draws, 1, rows // draws, 1, "shared", None)
     x = torch.empty(rows, inputs, requires_grad=gradient)
     r, s = factors_of(layer, frame)
-    assert folded.choose(layer, (x,), r, s, frame) == expected
+    assert factor_folding.choose(layer, (x,), r, s, frame) == expected
     with sb.fast_paths(folded=False):
-        assert folded.choose(layer, (x,), r, s, frame) == ROWS
+        assert factor_folding.choose(layer, (x,), r, s, frame) == ROWS
     r, s = factors_of(layer, frame, examples=2)
-    assert folded.choose(layer, (x,), r, s, frame) == ROWS
+    assert factor_folding.choose(layer, (x,), r, s, frame) == ROWS
 
 
 def test_choice_of_convolutions():
@@ -148,10 +148,10 @@ def test_choice_of_convolutions():
     ):
         frame = Frame(components, 1, batch, 1, "shared", None)
         rows = x[: components * batch]
-        assert folded.choose(layer, (rows,), *factors_of(layer, frame), frame) == expected
+        assert factor_folding.choose(layer, (rows,), *factors_of(layer, frame), frame) == expected
     bilinear = sb.bayesianize(nn.Bilinear(3, 2, 4), sb.Rank1(components=1))
     frame = Frame(1, 1, 2, 1, "shared", None)
-    assert folded.choose(bilinear, (torch.ones(2, 3),), *factors_of(bilinear, frame), frame) == ROWS
+    assert factor_folding.choose(bilinear, (torch.ones(2, 3),), *factors_of(bilinear, frame), frame) == ROWS
 
 
 def test_channels_last_is_kept():
@@ -159,7 +159,7 @@ def test_channels_last_is_kept():
     layer = sb.bayesianize(net, sb.BatchEnsemble(components=2))
     x = torch.randn(64, 8, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
     frame = Frame(2, 1, 32, 1, "shared", None)
-    assert folded.choose(layer, (x,), *factors_of(layer, frame), frame) == Choice(True, True)
+    assert factor_folding.choose(layer, (x,), *factors_of(layer, frame), frame) == Choice(True, True)
     y = layer(x)
     y.backward(torch.randn_like(y))
     assert y.is_contiguous(memory_format=torch.channels_last)

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import slimbayes as sb
-from slimbayes.frozen.layers import Factored, FrozenLayer, Members
-from slimbayes.layers.base import Converted
-from slimbayes.layers.ensembled import Ensembled
-from slimbayes.layers.several import Several
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.layers.ensemble import Ensembled
+from slimbayes.sequences.kernels import Several
+from slimbayes.verbs.freezing.layers import Factored, FrozenLayer, Members
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 # Without it one configuration of every layer type and one method of every kind.

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import context, native
-from slimbayes.apply import fused
+from slimbayes.accelerate import cpu
+from slimbayes.accelerate.gpu import weight_samples
+from slimbayes.core import context
 
 METHODS = {
     "ktied": sb.KTied(),
@@ -24,8 +25,8 @@ METHODS = {
 @pytest.fixture(autouse=True)
 def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations run by their plain twins on the CPU, for weights of any size."""
-    monkeypatch.setattr(fused, "available", lambda device: True)
-    monkeypatch.setattr(fused, "_SMALLEST", 1)
+    monkeypatch.setattr(weight_samples, "available", lambda device: True)
+    monkeypatch.setattr(weight_samples, "_SMALLEST", 1)
 
 
 def build(method: sb.methods.Method) -> nn.Module:
@@ -87,14 +88,14 @@ def test_compiled_in_one_function(name: str) -> None:
 
     def kl(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         value = sb.elbo(sb.draw(model, x), y, model, num_data=50).kl
-        seen.append(len(fused.SCOPE.made))
+        seen.append(len(weight_samples.SCOPE.made))
         return value
 
     check(model, sb.compile(kl, fullgraph=True)(*data()))
     # The sums were made, and in this call: by one operation for all tensors, or one for each of the two layers.
-    together = name != "flipout" and native.library() is not None
+    together = name != "flipout" and cpu.library() is not None
     assert seen and seen[0] >= (1 if together else 2)
-    assert not fused.SCOPE.open and not fused.SCOPE.made
+    assert not weight_samples.SCOPE.open and not weight_samples.SCOPE.made
 
 
 @pytest.mark.uncounted
@@ -120,7 +121,10 @@ def test_sample_has_the_moments_of_the_posterior() -> None:
     layer = sb.bayesianize(nn.Linear(40, 30), sb.KTied(stddev_init=0.3))
     rule, alone = layer.bayes, context.frame("", 1)
     samples = torch.stack(
-        [fused.sample(rule.weight, layer.weight, None, "sample", alone)[0][0].detach() for _ in range(400)]
+        [
+            weight_samples.sample(rule.weight, layer.weight, None, "sample", alone)[0][0].detach()
+            for _ in range(400)
+        ]
     )
     sigma = rule.weight(layer.weight).scale.detach()
     z = (samples - layer.weight.detach()) / sigma

@@ -10,10 +10,10 @@ from helpers_graphs import C, compiled, factor, image
 from torch import nn
 from torch.nn import functional as F
 
-from slimbayes import fusing
-from slimbayes.apply.rows import row_product
-from slimbayes.kernels import factors, patches, warming
-from slimbayes.kernels.norm_sum import norm_sum_rows
+from slimbayes.accelerate.compile import norm_fusion
+from slimbayes.accelerate.gpu import factors, patches, warm_up
+from slimbayes.accelerate.gpu.norm_sum import norm_sum_rows
+from slimbayes.accelerate.row_factors import row_product
 
 INPUTS = {"y": image(0), "r": factor(1), "x": image(2), "s": factor(3), "t": factor(4)}
 
@@ -262,9 +262,9 @@ def test_the_number_of_rows_stays_a_symbol(warm: bool) -> None:
     counts: list[int] = []
 
     def fuse(graph: torch.fx.Graph, devices: tuple[str, ...]) -> int:
-        found = fusing.fuse_norms(graph, devices)
+        found = norm_fusion.fuse_norms(graph, devices)
         if warm:
-            warming.kernel_calls(graph)
+            warm_up.kernel_calls(graph)
         return found
 
     run = compiled(lambda y, r, x: F.relu(norm(row_product(y, r)) + x).sum(), counts, fuse)
@@ -279,9 +279,9 @@ def test_the_number_of_rows_stays_a_symbol(warm: bool) -> None:
 def test_unknown_sizes_do_not_stop_the_warming() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    made = graph.call_function(fusing.NORM_ROWS, (x, None, x, x, None, 1e-5, True))
+    made = graph.call_function(norm_fusion.NORM_ROWS, (x, None, x, x, None, 1e-5, True))
     graph.output(made)
-    assert warming.kernel_calls(graph) == []  # nothing is known of x
+    assert warm_up.kernel_calls(graph) == []  # nothing is known of x
 
 
 def test_a_result_never_shares_memory_with_a_gradient() -> None:

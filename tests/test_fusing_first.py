@@ -7,8 +7,8 @@ import torch
 from helpers_graphs import R, compiled, factor, image
 from torch.nn import functional as F
 
-from slimbayes.apply.rows import row_product
-from slimbayes.fusing_first import fuse_first
+from slimbayes.accelerate.compile.first_fusion import fuse_first
+from slimbayes.accelerate.row_factors import row_product
 
 
 def first(change):

@@ -6,9 +6,9 @@ from test_weights import METHODS, X, Y, gradients, network
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import context, native
-from slimbayes.apply import gathered
-from slimbayes.posteriors import positive
+from slimbayes.accelerate import cpu, weight_groups
+from slimbayes.core import context
+from slimbayes.core.posteriors import positive
 
 GATHERED = [name for name in METHODS if "local" not in name and "capped" not in name]
 
@@ -28,7 +28,7 @@ def test_one_layer_after_the_other(monkeypatch, name, noise, samples):
     together.backward()
     found = gradients(model)
     model.zero_grad(set_to_none=True)
-    monkeypatch.setattr(gathered, "MOST", 0)
+    monkeypatch.setattr(weight_groups, "MOST", 0)
     alone = loss(model, samples=samples, noise=noise)
     alone.backward()
     torch.testing.assert_close(together, alone, rtol=1e-13, atol=0)
@@ -45,7 +45,7 @@ def test_without_a_seed(monkeypatch, name):
         calls.append(kind)
         return torch.full(size, 1.0 if kind == "sign" else 0.7, dtype=dtype, device=device)
 
-    monkeypatch.setattr(gathered, "fresh_noise", ramp)
+    monkeypatch.setattr(weight_groups, "fresh_noise", ramp)
     monkeypatch.setattr(context, "fresh_noise", ramp)
     model = network(METHODS[name])
     together = loss(model, seed=None)
@@ -69,7 +69,7 @@ def test_every_weight_has_noise_of_its_own():
     made = []
     for _ in range(4000):
         draw = context.Draw(1, 1, 2)
-        gathered.prefill_weights([(layer.bayes, layer) for layer in model], draw)
+        weight_groups.prefill_weights([(layer.bayes, layer) for layer in model], draw)
         values = {k: v for k, v in draw.prefilled.items() if not k.endswith("noise")}
         assert [k.removesuffix(".single") for k in values] == ["0.weight", "0.bias", "1.weight", "1.bias"]
         made.append(torch.cat([value.detach().flatten() for value in values.values()]))
@@ -84,7 +84,7 @@ def test_a_tied_weight_is_sampled_once():
     second.weight = first.weight
     model = sb.bayesianize(nn.Sequential(first, second).double(), sb.MeanField(stddev_init=0.3))
     draw = context.Draw(1, 1, 4)
-    gathered.prefill_weights([(layer.bayes, layer) for layer in model], draw)
+    weight_groups.prefill_weights([(layer.bayes, layer) for layer in model], draw)
     assert sorted(draw.prefilled) == ["0.weight", "0.weight.noise"]
     x = torch.eye(4, dtype=torch.float64)
     with context.activate(draw):
@@ -93,10 +93,10 @@ def test_a_tied_weight_is_sampled_once():
 
 
 def test_large_networks_go_layer_by_layer(monkeypatch):
-    monkeypatch.setattr(gathered, "MOST", 10)
+    monkeypatch.setattr(weight_groups, "MOST", 10)
     draw = context.Draw(1, 1, 6)
     model = network(sb.MeanField())
-    gathered.prefill_weights([(model[0].bayes, model[0])], draw)
+    weight_groups.prefill_weights([(model[0].bayes, model[0])], draw)
     assert not draw.prefilled and not draw.byproducts
 
 
@@ -104,7 +104,7 @@ def test_nothing_is_sampled_ahead_where_no_gradient_is_wanted():
     model = network(sb.MeanField())
     for seen in (context.Draw(1, 1, 6, "mean"), context.Draw(1, 1, 6)):
         with torch.set_grad_enabled(seen.noise == "mean"):
-            gathered.prefill_weights([(model[0].bayes, model[0])], seen)
+            weight_groups.prefill_weights([(model[0].bayes, model[0])], seen)
         assert not seen.prefilled
 
 
@@ -124,10 +124,10 @@ def test_the_same_draws_with_and_without_gradients(name, samples):
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize("operation", ["slimbayes.noise", "slimbayes.sampled_weights"])
+@pytest.mark.parametrize("operation", ["slimbayes.core.noise", "slimbayes.sampled_weights"])
 @pytest.mark.parametrize("name", ["meanfield", "ktied"])
 def test_compiled_code_draws_all_noise_at_once(name, operation):
-    if operation == "slimbayes.sampled_weights" and native.library() is None:
+    if operation == "slimbayes.sampled_weights" and cpu.library() is None:
         pytest.skip("no compiled kernels: no C compiler was at hand")
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_compiled_code_draws_all_noise_at_once(name, operation):
         return sb.elbo(sb.draw(model, x), y, model, num_data=100).loss
 
     x, y = torch.randn(8, 40), torch.zeros(8, dtype=torch.long)
-    with sb.fast_paths(native=operation != "slimbayes.noise"):
+    with sb.fast_paths(native=operation != "slimbayes.core.noise"):
         torch.compile(step, fullgraph=True, backend=backend)(x, y).backward()
     assert counts == [[1, 1]]
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())

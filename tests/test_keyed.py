@@ -13,8 +13,8 @@ import pytest
 import torch
 from scipy import stats
 
-from slimbayes import keyed
-from slimbayes.keyed import keyed_noise, layer_key, philox
+import slimbayes.core.keyed_noise as generator
+from slimbayes.core.keyed_noise import keyed_noise, layer_key, philox
 
 pytestmark = pytest.mark.oldest
 
@@ -73,7 +73,9 @@ def with_words(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
 
     def make(words, kind, dtype):
         columns = torch.tensor(words).reshape(-1, 4).unbind(-1)
-        monkeypatch.setattr(keyed, "philox", lambda counter, key: tuple(c.view(1, 1, 1, -1) for c in columns))
+        monkeypatch.setattr(
+            generator, "philox", lambda counter, key: tuple(c.view(1, 1, 1, -1) for c in columns)
+        )
         return noise(kind, shape=(len(words),), dtype=dtype).flatten()
 
     return make
@@ -367,7 +369,7 @@ class TestInvariance:
     def test_the_size_of_the_pieces_has_no_effect(self, kind, piece, monkeypatch):
         arguments = {"components": torch.arange(2), "examples": torch.arange(7), "shape": (23,)}
         whole = noise(kind, **arguments)
-        monkeypatch.setattr(keyed, "_CPU_PIECE", piece)
+        monkeypatch.setattr(generator, "_CPU_PIECE", piece)
         assert torch.equal(noise(kind, **arguments), whole)
 
     @pytest.mark.parametrize(("numel", "blocks"), [(96, 24), (97, 25)])
@@ -379,8 +381,8 @@ class TestInvariance:
             sizes.append(torch.broadcast_shapes(*(c.shape for c in counter)).numel())
             return philox(counter, key)
 
-        monkeypatch.setattr(keyed, "philox", counted)
-        monkeypatch.setattr(keyed, "_CPU_PIECE", 100)
+        monkeypatch.setattr(generator, "philox", counted)
+        monkeypatch.setattr(generator, "_CPU_PIECE", 100)
         noise(examples=torch.arange(31), shape=(numel,))
         assert sum(sizes) == 31 * blocks
         assert max(sizes) <= 100

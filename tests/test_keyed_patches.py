@@ -12,11 +12,11 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrize, prune
 
 import slimbayes as sb
-from slimbayes import keyed
-from slimbayes.apply import ahead, versions
-from slimbayes.keyed import keyed_noise, keyed_uniforms, layer_key
-from slimbayes.models import WideResNet
-from slimbayes.record import converted_layers, find_record
+import slimbayes.core.keyed_noise as keys
+from slimbayes.accelerate import patch_lookahead, patch_versions
+from slimbayes.core.conversion import converted_layers, find_record
+from slimbayes.core.keyed_noise import keyed_noise, keyed_uniforms, layer_key
+from slimbayes.lab.models import WideResNet
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_joint_noise_is_every_layers_own_bit_for_bit(components, dtype):
 
 
 def test_more_than_should_be_held_is_left_to_the_layers(monkeypatch):
-    monkeypatch.setattr(keyed, "_DEVICE_PIECE", 9)
+    monkeypatch.setattr(keys, "_DEVICE_PIECE", 9)
     assert keyed_uniforms(0, (("a", 8),), 1, torch.arange(5), torch.float32) is None
     assert keyed_uniforms(0, (("a", 8),), 1, torch.arange(4), torch.float32) is not None
 
@@ -95,8 +95,8 @@ def test_a_network_with_norms(own):
 def test_the_generator_runs_once_for_all_layers(monkeypatch):
     model = sb.bayesianize(WideResNet(10, 1, 4, channels=1), sb.ECMP(3))
     calls = []
-    philox = keyed.philox
-    monkeypatch.setattr(keyed, "philox", lambda counter, key: calls.append(1) or philox(counter, key))
+    philox = keys.philox
+    monkeypatch.setattr(keys, "philox", lambda counter, key: calls.append(1) or philox(counter, key))
     sb.draw(model.eval(), torch.randn(5, 1, 8, 8), seed=0)
     model.train()
     calls.clear()
@@ -112,8 +112,8 @@ def test_the_generator_runs_once_for_all_layers(monkeypatch):
 @pytest.mark.parametrize("name", METHODS)
 def test_passes_of_a_prediction_have_the_draws_of_the_whole(name, limit, monkeypatch):
     """Whatever is chosen ahead, in passes of one sample or of several, the last one shorter, for blocks of rows."""
-    monkeypatch.setattr(versions, "_LARGEST", limit)
-    monkeypatch.setattr(versions, "_SMALL", min(limit, versions._SMALL))
+    monkeypatch.setattr(patch_versions, "_LARGEST", limit)
+    monkeypatch.setattr(patch_versions, "_SMALL", min(limit, patch_versions._SMALL))
     torch.manual_seed(0)
     model, x = sb.bayesianize(Tied(), METHODS[name]).eval(), torch.randn(4, 6)
     components = 2 if "Rank1" in name else 1
@@ -134,12 +134,14 @@ def test_the_generator_runs_once_for_many_passes(monkeypatch):
     model, x = sb.bayesianize(WideResNet(10, 1, 4, channels=1), sb.ECMP(3)).eval(), torch.randn(5, 1, 8, 8)
     sb.predict(model, x, samples=2, seed=0, chunk=5)
     calls = []
-    made = versions.keyed_uniforms
-    monkeypatch.setattr(versions, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
+    made = patch_versions.keyed_uniforms
+    monkeypatch.setattr(
+        patch_versions, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest)
+    )
     sb.predict(model, x, samples=20, seed=0, chunk=5)
     assert calls == [20]
     numbers = sum(t[0].numel() for n, t in model.named_parameters() if t.shape[0] == 3 and "conv" not in n)
-    monkeypatch.setattr(ahead, "FEW", 8 * numbers)
+    monkeypatch.setattr(patch_lookahead, "FEW", 8 * numbers)
     sb.predict(model, x, samples=20, seed=0, chunk=5)
     assert calls[1:] == [8, 8, 4], "no more than should be held at a time"
 
@@ -360,14 +362,16 @@ def test_a_compiled_layer_that_chooses_for_itself_finds_nothing_of_earlier_passe
 def test_the_last_pass_is_as_those_before_it(monkeypatch):
     """Seven passes are made ahead, and one is left over."""
     model, x = large(sb.ECMP), torch.randn(4, 64)
-    monkeypatch.setattr(ahead, "FEW", 7 * sum(parameter[0].numel() for parameter in model.parameters()))
-    whole, made, take = sb.predict(model, x, samples=8, seed=1).draws, [], ahead.Ahead.take
+    monkeypatch.setattr(
+        patch_lookahead, "FEW", 7 * sum(parameter[0].numel() for parameter in model.parameters())
+    )
+    whole, made, take = sb.predict(model, x, samples=8, seed=1).draws, [], patch_lookahead.Ahead.take
 
     def counted(self, draw, passes, members, layers):
         made.append(passes)
         take(self, draw, passes, members, layers)
 
-    monkeypatch.setattr(ahead.Ahead, "take", counted)
+    monkeypatch.setattr(patch_lookahead.Ahead, "take", counted)
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter)
@@ -434,7 +438,7 @@ def test_copies_have_nothing_of_what_passes_chose():
 
 @pytest.mark.parametrize("largest", [0, 1 << 22])
 def test_a_large_place_is_given_up(largest, monkeypatch):
-    monkeypatch.setattr(ahead, "_LARGEST", largest)
+    monkeypatch.setattr(patch_lookahead, "_LARGEST", largest)
     model, x = sb.bayesianize(Tied(), METHODS["EMP"]).eval(), torch.randn(4, 6)
     counter = CompileCounter()
     torch._dynamo.reset()
@@ -451,7 +455,7 @@ def test_a_large_place_is_given_up(largest, monkeypatch):
 def test_no_memory_for_a_place_is_an_error_that_leaves_room_for_the_next(monkeypatch):
     model, x = sb.bayesianize(Tied(), METHODS["EMP"]).eval(), torch.randn(4, 6)
     whole = sb.predict(model, x, samples=5, seed=1).draws
-    monkeypatch.setattr(versions.Beside, "place", lambda self: 1 / 0)
+    monkeypatch.setattr(patch_versions.Beside, "place", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sb.predict(model, x, samples=5, seed=1, chunk=4)
     monkeypatch.undo()
@@ -487,8 +491,10 @@ def test_a_prediction_in_inference_mode_leaves_gradients_to_others():
 def test_a_large_layer_of_one_index_leaves_room(monkeypatch):
     net = nn.Sequential(nn.Linear(64, 512), nn.LayerNorm(512), nn.Linear(512, 1000))
     model, calls = sb.bayesianize(net, sb.EMP(5)).eval(), []
-    made = versions.keyed_uniforms
-    monkeypatch.setattr(versions, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest))
+    made = patch_versions.keyed_uniforms
+    monkeypatch.setattr(
+        patch_versions, "keyed_uniforms", lambda *rest: calls.append(len(rest[3])) or made(*rest)
+    )
     sb.predict(model, torch.randn(64, 64), samples=12, seed=0, chunk=64)
     assert calls == [12]
 
@@ -497,7 +503,7 @@ def test_no_memory_to_choose_ahead_is_one_pass_at_a_time(monkeypatch):
     torch.manual_seed(0)
     model, x = sb.bayesianize(Tied(), METHODS["EMP"]).eval(), torch.randn(4, 6)
     whole = sb.predict(model, x, samples=6, seed=9, noise="shared").draws
-    made, calls = versions.keyed_uniforms, []
+    made, calls = patch_versions.keyed_uniforms, []
 
     def short(*rest):
         calls.append(len(rest[3]))
@@ -505,7 +511,7 @@ def test_no_memory_to_choose_ahead_is_one_pass_at_a_time(monkeypatch):
             raise torch.OutOfMemoryError("no memory left")
         return made(*rest)
 
-    monkeypatch.setattr(versions, "keyed_uniforms", short)
+    monkeypatch.setattr(patch_versions, "keyed_uniforms", short)
     cut = sb.predict(model, x, samples=6, seed=9, noise="shared", chunk=8)
     assert calls.count(6) == 1 and calls[0] == 6 and set(calls[1:]) == {2}, "tried once"
     torch.testing.assert_close(cut.draws, whole)
@@ -578,7 +584,7 @@ def test_memory_that_ends_in_the_middle_leaves_the_draws_as_they_are(monkeypatch
 
 
 def test_draws_without_a_seed_are_left_alone(monkeypatch):
-    monkeypatch.setattr(versions, "keyed_uniforms", lambda *rest: pytest.fail("no seed"))
+    monkeypatch.setattr(patch_versions, "keyed_uniforms", lambda *rest: pytest.fail("no seed"))
     model = sb.bayesianize(Tied(), METHODS["ECMP"])
     for options in ({}, {"noise": "mean", "seed": 1}):
         sb.draw(model, torch.randn(4, 6), **options)

@@ -12,8 +12,8 @@ from torch import distributions as td
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import distributions as d
-from slimbayes.kl import monte_carlo, total_kl
+from slimbayes.core import distributions as d
+from slimbayes.core.kl import monte_carlo, total_kl
 
 pytestmark = pytest.mark.oldest
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import slimbayes as sb
-from slimbayes.models import LeNet, WideResNet
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.lab.models import LeNet, WideResNet
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from scipy import special, stats
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from slimbayes.predictive import BernoulliPredictive, CategoricalPredictive, GaussianPredictive
+from slimbayes.core.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from slimbayes.core.predictive import BernoulliPredictive, CategoricalPredictive, GaussianPredictive
 
 D, B = 3, 5
 

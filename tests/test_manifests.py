@@ -8,8 +8,8 @@ from helpers_cli import runner
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.data.base import fingerprint
-from slimbayes.provenance import FORMAT, read_manifest
+from slimbayes.containers.datasets import fingerprint
+from slimbayes.verbs.provenance import FORMAT, read_manifest
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 SHORT = ("--network", "dense(hidden=[4])", "--epochs", "1", "--quiet")
@@ -117,7 +117,7 @@ def test_reproduce(tmp_path, slimbayes):
 
 
 def test_bench(tmp_path, monkeypatch):
-    from slimbayes.bench import BenchConfig, run_bench, running
+    from slimbayes.lab.bench import BenchConfig, run_bench, running
 
     job = type("Job", (), {"group": "own"})()
     cell = {"group": "own", "network": "mlp", "phase": "train", "mode": "eager", "method": "rank1"}

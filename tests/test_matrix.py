@@ -35,11 +35,11 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import slimbayes as sb
-from slimbayes.context import Draw, activate
-from slimbayes.layers import RECURRENT, TABLE, UNSUPPORTED
-from slimbayes.layers.linear import TransposedLinear
-from slimbayes.methods.rank1 import POSTERIORS
-from slimbayes.record import ATTRIBUTE, find_record
+from slimbayes.core.context import Draw, activate
+from slimbayes.core.conversion import ATTRIBUTE, find_record
+from slimbayes.core.layers import RECURRENT, TABLE, UNSUPPORTED
+from slimbayes.core.layers.linear import TransposedLinear
+from slimbayes.core.methods.rank1 import POSTERIORS
 
 DOUBLE, SINGLE = 1e-12, 1e-5  # relative, in float64 and float32
 # The bias is added apart from the kernel, so bits may differ.

@@ -144,7 +144,7 @@ def test_the_check_sees_what_it_is_for(code):
 
 def test_the_yaml_loader_is_the_safe_one():
     yaml = pytest.importorskip("yaml")
-    from slimbayes.config import yaml_loader
+    from slimbayes.lab.config import yaml_loader
 
     loader = yaml_loader()
     assert issubclass(loader, yaml.SafeLoader)

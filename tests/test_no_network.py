@@ -71,7 +71,7 @@ for words in (["info"], ["compare", "--help"], ["--help"], train.split()):
     except SystemExit as error:
         assert not error.code, (words, error.code)
 assert (folder / "run" / "run.json").exists()
-from slimbayes.provenance import provenance
+from slimbayes.verbs.provenance import provenance
 provenance()
 print("\\n".join(asked))
 sys.exit(len(asked))

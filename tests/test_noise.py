@@ -14,8 +14,9 @@ from scipy import stats
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes import noise, rawnoise
-from slimbayes.noise import KINDS, fresh_noise
+from slimbayes.accelerate.cpu import raw_noise
+from slimbayes.core import noise
+from slimbayes.core.noise import KINDS, fresh_noise
 
 CPU = torch.device("cpu")
 MANY = 4_000_003  # many pieces, and a last one that is neither whole nor even
@@ -25,7 +26,7 @@ Z = 5.5
 
 def numbers(kind, seed=1, size=MANY, dtype=np.float32):
     out = np.empty(size, dtype)
-    rawnoise.fill(out, kind, seed)
+    raw_noise.fill(out, kind, seed)
     return out
 
 
@@ -59,9 +60,9 @@ def test_moments_of_normals(dtype):
 def test_normals_reach_far(monkeypatch):
     """The ends of the 32 bits: radius 6.66 at f = 0, zero at f = −2³¹, never infinite."""
     words = np.array([0, 1, -(2**31), 2**31 - 1, 0, 2**29, 0, -(2**31)], np.int32)
-    monkeypatch.setattr(rawnoise.Words, "integers", lambda self, count, like: torch.from_numpy(words))
+    monkeypatch.setattr(raw_noise.Words, "integers", lambda self, count, like: torch.from_numpy(words))
     out = np.empty(8, np.float32)
-    rawnoise.fill(out, "normal", 0)
+    raw_noise.fill(out, "normal", 0)
     radius = np.hypot(out[:4], out[4:])
     ends = [math.sqrt(64 * math.log(2)), math.sqrt(-math.log(2.0**-62 + 2.0**-64))]  # 6.66, 6.54
     np.testing.assert_allclose(radius[:2], ends, rtol=1e-5)
@@ -82,7 +83,7 @@ def test_signs_are_balanced_bits():
 
 def test_bits_of_the_words():
     """Every bit of a word is fair, unrelated to every other bit and to itself one word later."""
-    words = rawnoise.Words(9, 0).take(200_000).view(np.uint64)
+    words = raw_noise.Words(9, 0).take(200_000).view(np.uint64)
     bits = ((words[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)).astype(np.float64) * 2 - 1
     n = len(bits)
     assert abs(bits.mean(0)).max() < Z / math.sqrt(n)
@@ -97,10 +98,10 @@ def test_bits_of_the_words():
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform", "sign"])
-@pytest.mark.parametrize("lag", [1, 2, 7, 8, 64, rawnoise.PIECE // 2, rawnoise.PIECE])
+@pytest.mark.parametrize("lag", [1, 2, 7, 8, 64, raw_noise.PIECE // 2, raw_noise.PIECE])
 def test_serial_correlation(kind, lag):
     """Half a piece is the distance of the two numbers that share a radius."""
-    sample = numbers(kind, 11, 8 * rawnoise.PIECE)
+    sample = numbers(kind, 11, 8 * raw_noise.PIECE)
     assert_uncorrelated(sample[:-lag], sample[lag:])
     if kind != "sign":  # neither are their sizes related
         middle = np.median(sample)
@@ -109,8 +110,8 @@ def test_serial_correlation(kind, lag):
 
 def test_pairs_fill_the_plane():
     """Numbers that share a radius, and neighbours: 32 × 32 cells of equal probability, all equally full."""
-    sample = numbers("normal", 13, 8 * rawnoise.PIECE)
-    pieces = sample.reshape(-1, 2, rawnoise.PIECE // 2)
+    sample = numbers("normal", 13, 8 * raw_noise.PIECE)
+    pieces = sample.reshape(-1, 2, raw_noise.PIECE // 2)
     cells = np.minimum((stats.norm.cdf(pieces) * 32).astype(np.int64), 31)
     for first, second in [
         (cells[:, 0], cells[:, 1]),
@@ -122,7 +123,7 @@ def test_pairs_fill_the_plane():
 
 
 def test_radius_and_angle_of_pairs():
-    sample = numbers("normal", 15, 5 * rawnoise.PIECE).reshape(-1, 2, rawnoise.PIECE // 2)
+    sample = numbers("normal", 15, 5 * raw_noise.PIECE).reshape(-1, 2, raw_noise.PIECE // 2)
     x, y = sample[:, 0].ravel().astype(np.float64), sample[:, 1].ravel().astype(np.float64)
     assert stats.kstest((x**2 + y**2) / 2, "expon").pvalue > 1e-6
     assert stats.kstest(np.arctan2(x, y) / (2 * math.pi) + 0.5, "uniform").pvalue > 1e-6
@@ -145,22 +146,24 @@ def test_kinds_of_one_seed_are_unrelated():
 
 def test_streams_and_their_starts_differ():
     """First words over many (seed, kind): no collision, every bit fair."""
-    first = np.array([rawnoise.Words(s, k).take(1)[0] for s in range(1024) for k in range(4)], np.uint64)
+    first = np.array([raw_noise.Words(s, k).take(1)[0] for s in range(1024) for k in range(4)], np.uint64)
     assert len(np.unique(first)) == len(first)
     bits = (first[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
     assert abs(bits.mean(0) - 0.5).max() < Z / 2 / math.sqrt(len(first))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 5, rawnoise.PIECE - 1, rawnoise.PIECE, rawnoise.PIECE + 1, MANY])
+@pytest.mark.parametrize(
+    "count", [0, 1, 2, 5, raw_noise.PIECE - 1, raw_noise.PIECE, raw_noise.PIECE + 1, MANY]
+)
 def test_pieces_cover_everything_once(count):
-    found = rawnoise.pieces(count)
+    found = raw_noise.pieces(count)
     assert sum(stop - start for start, stop in found) == count
     assert [start for start, _ in found] == [0, *(stop for _, stop in found)][: len(found)]
-    assert all(0 < stop - start <= rawnoise.PIECE for start, stop in found)
+    assert all(0 < stop - start <= raw_noise.PIECE for start, stop in found)
     assert all((stop - start) % 2 == 0 for start, stop in found[:-1])
 
 
-@pytest.mark.parametrize("kind", rawnoise.KINDS)
+@pytest.mark.parametrize("kind", raw_noise.KINDS)
 def test_empty_and_odd_sizes(kind):
     numbers(kind, 3, 0)
     for size in (1, 2, 3, 7, 9, 65):
@@ -280,10 +283,10 @@ def test_after_a_fork():
 import os, warnings
 warnings.simplefilter("ignore")
 import numpy as np, torch
-from slimbayes import rawnoise
+from slimbayes.accelerate.cpu import raw_noise
 torch.set_num_threads(1)
 def make():
-    out = np.empty(500_000, np.float32); rawnoise.fill(out, "normal", 4); return float(out.sum())
+    out = np.empty(500_000, np.float32); raw_noise.fill(out, "normal", 4); return float(out.sum())
 mine = make()
 child = os.fork()
 if child == 0:

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.apply import folded, opaque
-from slimbayes.apply.folded import Choice
+from slimbayes.accelerate import factor_folding
+from slimbayes.accelerate.compile import factor_operations
+from slimbayes.accelerate.factor_folding import Choice
 
 F64 = torch.float64
 CHOICES = [Choice(False, False), Choice(True, False), Choice(True, True)]
@@ -21,7 +22,7 @@ def network():
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("method", [sb.BatchEnsemble(components=2), sb.Rank1(components=2)])
 def test_compiled_gradients_are_those_of_the_plain_path(method, choice, monkeypatch):
-    monkeypatch.setattr(folded, "choose", lambda *_: choice)
+    monkeypatch.setattr(factor_folding, "choose", lambda *_: choice)
     model = sb.bayesianize(network().double(), method)
     x = torch.randn(7, 6, dtype=F64)
     sb.draw(model, x)  # the first draw also checks the rows
@@ -53,10 +54,12 @@ def test_the_operations_keep_their_promises(first, by_draw):
     s, r, bias = torch.randn(4, 5), torch.randn(4, 4), torch.randn(2, 4)
     tensors = [t.requires_grad_() for t in (weight, s, r, bias)]
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(opaque.factored.overload, (x, *tensors, first, by_draw), test_utils=utilities)
+    torch.library.opcheck(
+        factor_operations.factored.overload, (x, *tensors, first, by_draw), test_utils=utilities
+    )
     left, right = (r, s) if first else (s, r)
     given = (x, weight, left, right, torch.randn(4, 4, requires_grad=True), first, 4)
-    torch.library.opcheck(opaque.multiplied.overload, given, test_utils=utilities)
+    torch.library.opcheck(factor_operations.multiplied.overload, given, test_utils=utilities)
 
 
 @pytest.mark.uncounted

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import slimbayes as sb
-from slimbayes.context import Draw, activate
-from slimbayes.models import WideResNet
-from slimbayes.record import converted_layers
+from slimbayes.core.context import Draw, activate
+from slimbayes.core.conversion import converted_layers
+from slimbayes.lab.models import WideResNet
 
 K, BATCH, CHANNELS = 3, 4, 2
 SHAPES = {

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import slimbayes as sb
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
 
 X = torch.tensor([[0.3, -1.0], [1.2, 0.4], [-0.7, 0.9], [0.1, 2.0]], dtype=F64)
 TARGETS = torch.tensor([0, 1, 1, 0])

@@ -9,8 +9,8 @@ from scipy import stats
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import distributions as d
-from slimbayes.posteriors import NormalPosterior, positive
+from slimbayes.core import distributions as d
+from slimbayes.core.posteriors import NormalPosterior, positive
 
 TRUNCATED_SD = 0.1 * math.sqrt(1 - 4 * stats.norm.pdf(2) / (2 * stats.norm.cdf(2) - 1))  # 0.0880
 

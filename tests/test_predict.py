@@ -6,8 +6,8 @@ from helpers_networks import METHODS, convert, features, images, mlp, residual_n
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import pieces
-from slimbayes.predictive import Moments
+from slimbayes.core import chunks
+from slimbayes.core.predictive import Moments
 
 pytestmark = pytest.mark.oldest
 
@@ -249,7 +249,7 @@ def test_outputs_that_are_not_finite_are_found(bad, passes, likelihood, look, mo
     sb.predict(model, x, samples=2, seed=0, chunk=4)
     model.register_forward_hook(spoil)
     if look == "late":
-        monkeypatch.setattr(pieces, "_LATE", {"cpu"})
+        monkeypatch.setattr(chunks, "_LATE", {"cpu"})
     with pytest.raises(ValueError, match="are NaN or infinite") as found:
         keep = look == "with all draws"
         sb.predict(model, x, samples=9, seed=0, chunk=4, keep_draws=keep, likelihood=likelihood)
@@ -264,7 +264,7 @@ def test_a_late_look_leaves_the_moments_as_they_are(likelihood, monkeypatch):
     model, x = sb.bayesianize(nn.Linear(6, 4), sb.EMP(3, "output")).eval(), torch.randn(4, 6)
     found = []
     for late in ((), {"cpu"}):
-        monkeypatch.setattr(pieces, "_LATE", late)
+        monkeypatch.setattr(chunks, "_LATE", late)
         kept = dict(samples=9, seed=0, chunk=4, keep_draws=False, likelihood=likelihood)
         found.append(sb.predict(model, x, **kept).moments)
     for one, other in zip(vars(found[0]).values(), vars(found[1]).values(), strict=True):

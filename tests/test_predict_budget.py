@@ -10,11 +10,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slimbayes as sb
-from slimbayes import budget as budgets
-from slimbayes.budget import Footprint
-from slimbayes.record import find_record
+from slimbayes.core import memory as budgets
+from slimbayes.core.conversion import find_record
+from slimbayes.core.memory import Footprint
 
-predicting = sys.modules["slimbayes.predict"]  # the function of that name hides the module
+predicting = sys.modules["slimbayes.core.predict"]  # the function of that name hides the module
 
 
 def close(actual, expected, tolerance=1e-5):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import integrate, special, stats
 from torch import Tensor
 
-from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from slimbayes.predictive import GaussianPredictive, Moments, Predictive
+from slimbayes.core.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from slimbayes.core.predictive import GaussianPredictive, Moments, Predictive
 
 D, B, C = 7, 6, 4
 LIKELIHOODS = [Categorical(), Bernoulli(), Gaussian(3.0), Gaussian(learn="per_example")]
@@ -159,7 +159,7 @@ def test_mixture_entropy_against_adaptive_integration(name: str) -> None:
 def test_mixture_entropy_in_pieces_equals_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = outputs(D, B, C)
     whole = Gaussian(learn="per_example").predictive(draws).entropy
-    monkeypatch.setattr("slimbayes.mixtures.BUDGET", 2 * 64 * D)
+    monkeypatch.setattr("slimbayes.core.mixtures.BUDGET", 2 * 64 * D)
     close(Gaussian(learn="per_example").predictive(draws).entropy, whole, 1e-6)
     assert Gaussian().predictive(draws[:, :0]).entropy.shape == (0, C)
 

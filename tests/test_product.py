@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.apply import atonce, folded, product
-from slimbayes.context import Frame
-from slimbayes.kernels.factors_kl import factors_kl
-from slimbayes.record import converted_layers, factor_groups, find_record
+from slimbayes.accelerate import factor_folding, factor_product, factor_samples
+from slimbayes.accelerate.gpu.factors_kl import factors_kl
+from slimbayes.core.context import Frame
+from slimbayes.core.conversion import converted_layers, factor_groups, find_record
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def plain(layer, x, s, r, bias, frame, transposed):
 @pytest.mark.parametrize("positions", [(), (3,)])
 def test_a_product_and_its_gradients(positions, examples, transposed, large, monkeypatch):
     if large:
-        monkeypatch.setattr(product, "LARGE", 1)
+        monkeypatch.setattr(factor_product, "LARGE", 1)
     for has_s, has_r, has_bias, needs_x in itertools.product((True, False), repeat=4):
         layer, x, s, r, bias, frame = layer_and_tensors(transposed, positions, examples)
         x.requires_grad_(needs_x)
@@ -64,14 +64,16 @@ def test_a_product_and_its_gradients(positions, examples, transposed, large, mon
         results = []
         for ours in (True, False):
             if ours:
-                y = product.factored(layer, x, *given, frame, by_draw=examples == 1)
+                y = factor_product.factored(layer, x, *given, frame, by_draw=examples == 1)
             else:
                 y = plain(layer, x, *given, frame, transposed)
             results.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, **NEAR)
         with torch.no_grad():
-            torch.testing.assert_close(product.factored(layer, x, *given, frame), results[1][0], **NEAR)
+            torch.testing.assert_close(
+                factor_product.factored(layer, x, *given, frame), results[1][0], **NEAR
+            )
 
 
 @pytest.mark.parametrize("examples", [1, 4])
@@ -79,8 +81,8 @@ def test_a_product_has_second_derivatives(examples):
     layer, x, s, r, bias, frame = layer_and_tensors(examples=examples, samples=1)
 
     def run(x, weight, s, r, bias):
-        s, r = (product.grouped(f, frame) for f in (s, r))
-        return product._Product.apply(x, weight, s, r, bias, True, False)
+        s, r = (factor_product.grouped(f, frame) for f in (s, r))
+        return factor_product._Product.apply(x, weight, s, r, bias, True, False)
 
     leaves = (x, layer.weight, s, r, bias)
     assert torch.autograd.gradcheck(run, leaves)
@@ -92,7 +94,7 @@ def test_gradients_that_nobody_wants_are_not_made():
     for t in (x, s, bias):
         t.requires_grad_(False)
     layer.weight.requires_grad_(False)
-    product.factored(layer, x, s, r, bias, frame).sum().backward()
+    factor_product.factored(layer, x, s, r, bias, frame).sum().backward()
     assert r.grad is not None and x.grad is None and layer.weight.grad is None
 
 
@@ -112,8 +114,8 @@ def test_samples_of_all_factors(samples, examples, clip, family, monkeypatch):
         assert asked == kind and math.prod(size) == len(noise)
         return noise.clone()
 
-    monkeypatch.setattr(atonce, "fresh_noise", made)
-    ours = atonce.sample_all(locs, rhos, samples, examples, family, clip)
+    monkeypatch.setattr(factor_samples, "fresh_noise", made)
+    ours = factor_samples.sample_all(locs, rhos, samples, examples, family, clip)
     wanted, start = [], 0
     for loc, rho in zip(locs, rhos, strict=True):
         shape = (2, samples, examples, loc.shape[1])
@@ -140,9 +142,9 @@ def test_samples_of_all_factors(samples, examples, clip, family, monkeypatch):
 
 def test_samples_of_all_factors_have_second_derivatives(monkeypatch):
     noise = torch.randn(2 * 3 * (2 + 4), dtype=F64)
-    monkeypatch.setattr(atonce, "fresh_noise", lambda *_: noise.clone())
+    monkeypatch.setattr(factor_samples, "fresh_noise", lambda *_: noise.clone())
     leaves = [torch.randn(2, w, dtype=F64, requires_grad=True) for w in (2, 4, 2, 4)]
-    run = lambda *p: tuple(atonce.sample_all(p[:2], p[2:], 1, 3, "normal"))  # noqa: E731
+    run = lambda *p: tuple(factor_samples.sample_all(p[:2], p[2:], 1, 3, "normal"))  # noqa: E731
     assert torch.autograd.gradcheck(run, leaves)
     assert torch.autograd.gradgradcheck(run, leaves)
 
@@ -150,12 +152,12 @@ def test_samples_of_all_factors_have_second_derivatives(monkeypatch):
 def test_the_kl_of_normal_factors_at_once():
     torch.manual_seed(0)
     leaves = [torch.randn(2, w, dtype=F64, requires_grad=True) for w in (2, 4, 2, 4)]
-    ours = atonce.normal_kl(leaves[:2], leaves[2:], 1.0, 0.1)
+    ours = factor_samples.normal_kl(leaves[:2], leaves[2:], 1.0, 0.1)
     wanted = factors_kl(leaves[:2], leaves[2:], "normal", 1.0, 0.1)
     torch.testing.assert_close(ours, wanted, **NEAR)
     for a, b in zip(*(torch.autograd.grad(kl, leaves) for kl in (ours, wanted)), strict=True):
         torch.testing.assert_close(a, b, **NEAR)
-    run = lambda *p: atonce.normal_kl(p[:2], p[2:], 1.0, 0.1)  # noqa: E731
+    run = lambda *p: factor_samples.normal_kl(p[:2], p[2:], 1.0, 0.1)  # noqa: E731
     assert torch.autograd.gradgradcheck(run, leaves)
 
 
@@ -220,7 +222,9 @@ def test_what_is_known_of_the_layers_does_not_outlive_them():
 def test_the_choice_decides_which_gradients_come_by_draw(monkeypatch):
     layer = sb.bayesianize(nn.Linear(6, 4), sb.Rank1(components=2))
     for inner in (True, False):
-        monkeypatch.setattr(folded, "choose", lambda *_, inner=inner: folded.Choice(inner, False))
+        monkeypatch.setattr(
+            factor_folding, "choose", lambda *_, inner=inner: factor_folding.Choice(inner, False)
+        )
         node = sb.draw(layer, torch.randn(5, 6), noise="shared").grad_fn
         while type(node).__name__ != "_ProductBackward":
             node = next(parent for parent, _ in node.next_functions if parent is not None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slimbayes import provenance
+from slimbayes.verbs import provenance
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from torch import distributions as td
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import checkpoint
-from slimbayes.apply import bulk
-from slimbayes.apply.rank1 import Rank1Rule
-from slimbayes.posteriors import DeltaPosterior
-from slimbayes.record import converted_layers, find_record
+from slimbayes.accelerate import factor_groups
+from slimbayes.core.conversion import converted_layers, find_record
+from slimbayes.core.posteriors import DeltaPosterior
+from slimbayes.core.rules.rank1 import Rank1Rule
 from slimbayes.training.keeping import method_text
+from slimbayes.verbs import checkpoint
 
 RANDOM = {"input": "s", "output": "r"}
 POSTERIORS = ("normal", "cauchy", "lognormal", "halfcauchy")
@@ -305,7 +305,7 @@ def test_monte_carlo_kl_of_the_joint_mixture(random, posterior):
 @sides
 def test_groups_hold_the_random_factors(random):
     model = made(random)
-    (group,) = bulk.find_groups([layer.bayes for _, layer in converted_layers(model)])
+    (group,) = factor_groups.find_groups([layer.bayes for _, layer in converted_layers(model)])
     assert len(group.sources) == len(converted_layers(model))
     assert all(source.endswith(f".{RANDOM[random]}") for source in group.sources)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import slimbayes as sb
-from slimbayes.methods import METHODS
+from slimbayes.core.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "results"]

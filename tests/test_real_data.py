@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import slimbayes as sb
-from slimbayes.compare import evaluate_run
-from slimbayes.config import RunConfig
-from slimbayes.runs import load_run, train_run
+from slimbayes.lab.compare import evaluate_run
+from slimbayes.lab.config import RunConfig
+from slimbayes.lab.runs import load_run, train_run
 from slimbayes.training import Training
 
 ROOT = Path(os.environ.get("SLIMBAYES_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data")

@@ -53,13 +53,13 @@ def many(folder, entry, place):
 
 
 def run(folder, entry, place):
-    from slimbayes.runs import load_run
+    from slimbayes.lab.runs import load_run
 
     return {"mean": load_run(folder / entry["file"], device="cpu").predictive(10 * values(5, 13)).mean}
 
 
 def served(folder, entry, place):
-    from slimbayes.served import load_served
+    from slimbayes.lab.exported_runs import load_served
 
     return {"mean": load_served(folder / entry["file"]).predictive(10 * values(5, 13)).mean}
 
@@ -83,8 +83,8 @@ def hub(folder, entry, place):
 
 
 def compare(folder, entry, place):
-    from slimbayes.report.results import read_results
-    from slimbayes.report.tables import summary_rows
+    from slimbayes.lab.report.results import read_results
+    from slimbayes.lab.report.tables import summary_rows
 
     rows = summary_rows(read_results(folder / entry["file"]))
     assert {row["name"] for row in rows} == {"Deterministic", "EMP"}
@@ -92,7 +92,7 @@ def compare(folder, entry, place):
 
 
 def experiment(folder, entry, place):
-    from slimbayes.experiments.results import read_result
+    from slimbayes.lab.experiments.results import read_result
 
     found = read_result(folder / entry["file"])
     assert found["experiment"] == "ktied/table4" and found["tables"][0]["rows"]
@@ -100,8 +100,8 @@ def experiment(folder, entry, place):
 
 
 def bench(folder, entry, place):
-    from slimbayes.bench.results import read_results
-    from slimbayes.bench.table import blocks, rows
+    from slimbayes.lab.bench.results import read_results
+    from slimbayes.lab.bench.table import blocks, rows
 
     found = read_results(folder / entry["file"])
     assert len([row for block in blocks(found) for row in rows(found, block)]) == 10

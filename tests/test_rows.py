@@ -8,10 +8,10 @@ from helpers_matrix import CASES
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.apply import rows
-from slimbayes.apply.factors import inside, sample_factor
-from slimbayes.context import Draw, Frame, activate
-from slimbayes.distributions import Cauchy, Normal
+from slimbayes.accelerate import row_factors
+from slimbayes.accelerate.factor_noise import inside, sample_factor
+from slimbayes.core.context import Draw, Frame, activate
+from slimbayes.core.distributions import Cauchy, Normal
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +68,10 @@ def test_scaled_rows(shape, axis, examples, extra, needs):
             x.requires_grad_(needs[0])
             factor.requires_grad_(needs[1])
             if fast:
-                y = rows.scaled(x, factor, axis, frame, private)
+                y = row_factors.scaled(x, factor, axis, frame, private)
                 assert y.stride() == x.stride()
             else:
-                y = rows.plain_rowwise(x, factor, axis, frame, torch.mul)
+                y = row_factors.plain_rowwise(x, factor, axis, frame, torch.mul)
             (y.sin()).sum().backward()
             results.append([y, x.grad, factor.grad])
         for ours, plain in zip(*results, strict=True):
@@ -90,9 +90,9 @@ def test_affine_rows(shape, axis, examples, extra):
             continue
         x, factor, bias = tensors(shape, axis, extra, examples, last)
         leaves = [t.requires_grad_() for t in (x, factor, bias)]
-        ours = rows.affine(x, factor, bias, axis, frame)
-        plain = rows.plain_rowwise(x, factor, axis, frame, torch.mul)
-        plain = rows.plain_rowwise(plain, bias[:, None, None], axis, frame, torch.add)
+        ours = row_factors.affine(x, factor, bias, axis, frame)
+        plain = row_factors.plain_rowwise(x, factor, axis, frame, torch.mul)
+        plain = row_factors.plain_rowwise(plain, bias[:, None, None], axis, frame, torch.add)
         torch.testing.assert_close(ours, plain, **NEAR)
         assert ours.stride() == x.stride()
         gradients = [torch.autograd.grad(y.sin().sum(), leaves) for y in (ours, plain)]
@@ -100,9 +100,13 @@ def test_affine_rows(shape, axis, examples, extra):
             torch.testing.assert_close(a, b, **NEAR)
         with torch.no_grad():  # in place: the rows are ours
             for shift in (bias, None):
-                wanted = plain if shift is not None else rows.plain_rowwise(x, factor, axis, frame, torch.mul)
+                wanted = (
+                    plain
+                    if shift is not None
+                    else row_factors.plain_rowwise(x, factor, axis, frame, torch.mul)
+                )
                 copy = x.clone()
-                y = rows.affine(copy, factor, shift, axis, frame)
+                y = row_factors.affine(copy, factor, shift, axis, frame)
                 assert y.data_ptr() == copy.data_ptr()
                 torch.testing.assert_close(y, wanted, **NEAR)
 
@@ -116,7 +120,7 @@ def test_gradients_in_another_layout():
     for gradient in (last, gaps, torch.ones((), dtype=F64).expand_as(x), torch.randn_like(x)):
         before = gradient.clone()
         wanted = None
-        for make in (rows.plain_rowwise, rows.rowwise):
+        for make in (row_factors.plain_rowwise, row_factors.rowwise):
             leaves = [x.clone().requires_grad_(), factor.clone().requires_grad_()]
             got = torch.autograd.grad(make(*leaves, 1, frame, torch.mul), leaves, gradient)
             wanted = got if wanted is None else wanted
@@ -129,9 +133,9 @@ def test_other_layouts_and_empty_rows():
     frame = frame_of()
     x = torch.randn(24, 4, 5, 6, dtype=F64).transpose(1, 2)  # neither order of the channels
     factor = torch.randn(3, 2, 4, 5, dtype=F64)
-    y = rows.rowwise(x, factor, 1, frame, torch.mul)
-    torch.testing.assert_close(y, rows.plain_rowwise(x, factor, 1, frame, torch.mul), **NEAR)
-    assert rows.scaled(torch.zeros(24, 5, 0), torch.ones(3, 2, 4, 5), 1, frame).shape == (24, 5, 0)
+    y = row_factors.rowwise(x, factor, 1, frame, torch.mul)
+    torch.testing.assert_close(y, row_factors.plain_rowwise(x, factor, 1, frame, torch.mul), **NEAR)
+    assert row_factors.scaled(torch.zeros(24, 5, 0), torch.ones(3, 2, 4, 5), 1, frame).shape == (24, 5, 0)
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -141,8 +145,10 @@ def test_second_derivatives(shape, axis, private):
     x = torch.randn(4, *shape, dtype=F64, requires_grad=True)
     factor = torch.randn(1, 2, 2, x.shape[axis], dtype=F64, requires_grad=True)
     bias = torch.randn(1, x.shape[axis], dtype=F64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x, f: rows.scaled(x, f, axis, frame, private), (x, factor))
-    affine = lambda x, f, b: rows.affine(x, f, b, axis, frame)  # noqa: E731
+    assert torch.autograd.gradgradcheck(
+        lambda x, f: row_factors.scaled(x, f, axis, frame, private), (x, factor)
+    )
+    affine = lambda x, f, b: row_factors.affine(x, f, b, axis, frame)  # noqa: E731
     assert torch.autograd.gradcheck(affine, (x, factor, bias))
     assert torch.autograd.gradgradcheck(affine, (x, factor, bias))
 
@@ -150,13 +156,15 @@ def test_second_derivatives(shape, axis, private):
 def test_transforms_and_dual_numbers_take_the_plain_path():
     frame = Frame(1, 1, 3, 1, "example", None)
     x, factor = torch.randn(3, 4), torch.randn(1, 1, 3, 4)
-    out = torch.func.vmap(lambda f: rows.scaled(x, f, -1, frame))(factor.expand(5, 1, 1, 3, 4).clone())
+    out = torch.func.vmap(lambda f: row_factors.scaled(x, f, -1, frame))(factor.expand(5, 1, 1, 3, 4).clone())
     torch.testing.assert_close(out[0], x * factor[0, 0])
-    _, tangent = torch.func.jvp(lambda x: rows.scaled(x, factor, -1, frame), (x,), (torch.ones_like(x),))
+    _, tangent = torch.func.jvp(
+        lambda x: row_factors.scaled(x, factor, -1, frame), (x,), (torch.ones_like(x),)
+    )
     torch.testing.assert_close(tangent, factor[0, 0])
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        y = rows.scaled(dual, factor, -1, frame)
+        y = row_factors.scaled(dual, factor, -1, frame)
         torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(y).tangent, factor[0, 0])
 
 
@@ -164,7 +172,7 @@ def test_what_is_kept_for_backward():
     """A factor without gradient (a dropout mask) keeps no rows, rows without gradient no factor."""
     frame, x, factor = Frame(1, 1, 3, 1, "example", None), torch.randn(3, 4), torch.randn(1, 1, 3, 4)
     for needs in ((True, False), (False, True)):
-        y = rows.scaled(
+        y = row_factors.scaled(
             x.clone().requires_grad_(needs[0]), factor.clone().requires_grad_(needs[1]), -1, frame
         )
         assert [saved is not None for saved in y.grad_fn.saved_tensors] == [needs[1], needs[0]]

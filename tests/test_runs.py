@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import slimbayes as sb
-from slimbayes.checkpoint import CheckpointError
-from slimbayes.compare import evaluate_run
-from slimbayes.config import RunConfig, read_config
-from slimbayes.data import DataError
-from slimbayes.predictions import predict_table, write_table
-from slimbayes.runs import Facts, load_run, make_model, precision_of, samples_for, train_run
-from slimbayes.specs import SpecError
+from slimbayes.lab.compare import evaluate_run
+from slimbayes.lab.config import RunConfig, read_config
+from slimbayes.lab.data import DataError
+from slimbayes.lab.predictions import predict_table, write_table
+from slimbayes.lab.runs import Facts, load_run, make_model, precision_of, samples_for, train_run
 from slimbayes.training import Training
+from slimbayes.verbs.checkpoint import CheckpointError
+from slimbayes.verbs.method_text import SpecError
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -224,7 +224,7 @@ def test_an_earlier_run_in_the_folder_does_not_pass_for_this_one(copied, monkeyp
         on_start()
         raise RuntimeError("stopped")
 
-    monkeypatch.setattr("slimbayes.runs.fit", fail)
+    monkeypatch.setattr("slimbayes.lab.runs.fit", fail)
     with pytest.raises(RuntimeError, match="stopped"):
         train_run(WINE, copied, progress=False)
     with pytest.raises(CheckpointError, match="has not finished"):

@@ -13,7 +13,7 @@ import matplotlib
 import pytest
 
 import slimbayes as sb
-from slimbayes.methods import METHODS
+from slimbayes.core.methods import METHODS
 
 pytestmark = pytest.mark.uncounted
 

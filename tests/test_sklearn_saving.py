@@ -16,7 +16,6 @@ from safetensors.torch import load as deserialize  # noqa: E402
 from safetensors.torch import save as serialize  # noqa: E402
 
 import slimbayes.sklearn  # noqa: E402
-from slimbayes.checkpoint import read_tensors  # noqa: E402
 from slimbayes.sklearn import (  # noqa: E402
     BayesianMLPClassifier,
     BayesianMLPRegressor,
@@ -24,6 +23,7 @@ from slimbayes.sklearn import (  # noqa: E402
     BayesianNetRegressor,
 )
 from slimbayes.sklearn.saving import HEADER, method_text  # noqa: E402
+from slimbayes.verbs.checkpoint import read_tensors  # noqa: E402
 
 SHORT = {"hidden_layer_sizes": (8,), "epochs": 2, "random_state": 0}
 

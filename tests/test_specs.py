@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings, strategies
 
 import slimbayes as sb
-from slimbayes import priors
-from slimbayes.methods import METHODS
-from slimbayes.specs import SpecError, network_builder, parse_method
+from slimbayes.core import priors
+from slimbayes.core.methods import METHODS
+from slimbayes.lab.models.text import network_builder
+from slimbayes.verbs.method_text import SpecError, parse_method
 
 OTHERS = (
     sb.Rank1(

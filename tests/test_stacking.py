@@ -69,7 +69,7 @@ def test_extreme_probabilities_and_small_types():
 
 
 def test_an_early_end_is_said(monkeypatch):
-    from slimbayes import stacking
+    from slimbayes.verbs import stacking
 
     monkeypatch.setattr(stacking, "_MOST", 2)
     with pytest.warns(UserWarning, match=r"stopped after 2 steps, .* nats or less from the highest score"):

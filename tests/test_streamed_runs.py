@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from slimbayes.compare import evaluate_run
-from slimbayes.config import RunConfig
-from slimbayes.data import read_inputs
-from slimbayes.predictions import predict_table
-from slimbayes.runs import load_run, train_run
+from slimbayes.lab.compare import evaluate_run
+from slimbayes.lab.config import RunConfig
+from slimbayes.lab.data import read_inputs
+from slimbayes.lab.predictions import predict_table
+from slimbayes.lab.runs import load_run, train_run
 from slimbayes.training import Training, loop
 
 Image = pytest.importorskip("PIL.Image")

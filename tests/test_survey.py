@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.record import converted_layers, every_module, find_record, unwrap
-from slimbayes.survey import Survey, modules
+from slimbayes.core.conversion import converted_layers, every_module, find_record, unwrap
+from slimbayes.core.walk import Survey, modules
 
 
 def network():

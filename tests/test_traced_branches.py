@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.apply import fused
-from slimbayes.apply.points import prefill_points
-from slimbayes.context import Draw
-from slimbayes.record import converted_layers
+from slimbayes.accelerate.gpu import weight_samples
+from slimbayes.accelerate.point_factors import prefill_points
+from slimbayes.core.context import Draw
+from slimbayes.core.conversion import converted_layers
 
 METHODS = {
     "rank1": sb.Rank1(components=2),
@@ -27,8 +27,8 @@ METHODS = {
 def traced(monkeypatch):
     """As if a compiler were at work, in one call of a function that ``sb.compile`` has compiled."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(fused.SCOPE, "open", True)
-    monkeypatch.setattr(fused.SCOPE, "made", [])
+    monkeypatch.setattr(weight_samples.SCOPE, "open", True)
+    monkeypatch.setattr(weight_samples.SCOPE, "made", [])
 
 
 @pytest.mark.parametrize("noise", ["example", "shared"])

@@ -8,7 +8,7 @@ from helpers_networks import METHODS, NOISELESS, PER_EXAMPLE, quiet, trained_ste
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.record import converted_layers
+from slimbayes.core.conversion import converted_layers
 
 transformers = pytest.importorskip("transformers")
 

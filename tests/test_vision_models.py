@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.record import converted_layers
+from slimbayes.core.conversion import converted_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes import context, logsigma
-from slimbayes.record import find_record
+from slimbayes.accelerate import log_sigma
+from slimbayes.core import context
+from slimbayes.core.conversion import find_record
 
 METHODS = {
     "meanfield": sb.MeanField(),
@@ -317,14 +318,14 @@ def test_zero_inputs_have_no_slope():
     ("dtype", "value_error", "gradient_error"), [(torch.float32, 1e-6, 1e-4), (F64, 1e-13, 1e-11)]
 )
 def test_interpolated_log_sigma(monkeypatch, dtype, value_error, gradient_error, spread):
-    monkeypatch.setattr(logsigma, "SMALLEST", 1)
+    monkeypatch.setattr(log_sigma, "SMALLEST", 1)
     torch.manual_seed(2)
     u, v = (-2.6 + spread * torch.randn(n, 2, dtype=dtype) for n in (150, 90))
     u.requires_grad_(), v.requires_grad_()
     u64, v64 = (t.detach().double().requires_grad_() for t in (u, v))
-    expected = logsigma.exact(u64, v64)
+    expected = log_sigma.exact(u64, v64)
     wanted = torch.autograd.grad(expected, (u64, v64))
-    for value in (logsigma.sum_log_sigma(u, v), logsigma.interpolated(u, v)[0]):
+    for value in (log_sigma.sum_log_sigma(u, v), log_sigma.interpolated(u, v)[0]):
         assert value.item() == pytest.approx(expected.item(), rel=value_error)
         for found, exact in zip(torch.autograd.grad(value, (u, v)), wanted, strict=True):
             torch.testing.assert_close(found.double(), exact, rtol=gradient_error, atol=0)
@@ -332,10 +333,12 @@ def test_interpolated_log_sigma(monkeypatch, dtype, value_error, gradient_error,
 
 def test_number_of_nodes():
     assert (
-        logsigma.nodes_needed(0.0, 1e-9) < logsigma.nodes_needed(1.0, 1e-9) < logsigma.nodes_needed(3.0, 1e-9)
+        log_sigma.nodes_needed(0.0, 1e-9)
+        < log_sigma.nodes_needed(1.0, 1e-9)
+        < log_sigma.nodes_needed(3.0, 1e-9)
     )
-    assert logsigma.nodes_needed(float("inf"), 1e-9) > logsigma._MOST_NODES
-    assert logsigma.nodes_needed(float("nan"), 1e-9) > logsigma._MOST_NODES
+    assert log_sigma.nodes_needed(float("inf"), 1e-9) > log_sigma._MOST_NODES
+    assert log_sigma.nodes_needed(float("nan"), 1e-9) > log_sigma._MOST_NODES
 
 
 def test_interpolated_kl_of_a_model():
@@ -383,7 +386,7 @@ def test_a_spread_that_was_given_other_memory_has_its_own_kl():
 @pytest.mark.parametrize("method", [sb.KTied(), sb.KTied(estimator="flipout"), sb.MeanField()], ids=str)
 def test_weights_with_channels_last(method, native, monkeypatch):
     """Convolutions whose σ is written over, as that of a large one is, in memory of another order."""
-    monkeypatch.setattr(logsigma, "SMALLEST", 1)
+    monkeypatch.setattr(log_sigma, "SMALLEST", 1)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.Conv2d(6, 8, 5), nn.Flatten(), nn.Linear(128, 3))
     model = sb.bayesianize(net.to(memory_format=torch.channels_last), method)

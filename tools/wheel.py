@@ -34,8 +34,8 @@ sb.save(model, tempfile.gettempdir() + "/slimbayes-wheel.safetensors")
 again = sb.load(net(), tempfile.gettempdir() + "/slimbayes-wheel.safetensors")
 assert torch.equal(sb.predict(again, x, seed=0).mean, sb.predict(model, x, seed=0).mean)
 assert sb.evaluate(model, [(x, y)])["examples"] == 20
-from slimbayes import native
-print(native.state())
+from slimbayes.accelerate import cpu
+print(cpu.state())
 """
 RUN = """
 folder = tempfile.mkdtemp()
@@ -78,7 +78,7 @@ pyarrow.parquet.write_table(pyarrow.table(columns), path)
 assert sb.data.load(path, target="target").num_outputs == 2
 """
 PLOTS = """
-from slimbayes.report.panels import Panel, Plot, render
+from slimbayes.lab.report.panels import Panel, Plot, render
 plot = Plot("name", "title", "text", [Panel(lambda figure: figure.subplots().plot([1, 2]), "a line")], [], [])
 render(plot)
 assert plot.panels[0].svg.lstrip().startswith("<?xml")
@@ -210,12 +210,12 @@ def contents(wheel: Path, compiled: bool = True) -> str | None:
     built = {
         name
         for name in names
-        if name.startswith("slimbayes/native/_kernels") and name.endswith((".so", ".pyd"))
+        if name.startswith("slimbayes/accelerate/cpu/_kernels") and name.endswith((".so", ".pyd"))
     }
     strange = {name for name in names - expected - built if ".dist-info/" not in name}
     lacking = sorted(expected - names)
     if compiled and not built:
-        lacking.append("slimbayes/native/_kernels: the compiled kernels")
+        lacking.append("slimbayes/accelerate/cpu/_kernels: the compiled kernels")
     return (
         "\n".join([f"lacks {name}" for name in lacking] + [f"has {name}" for name in sorted(strange)]) or None
     )
@@ -229,7 +229,7 @@ def quick(place: Path) -> Iterator[Check]:
     wheel = next(place.glob("*.whl"))
     yield step(f"contents ({wheel.stat().st_size // 1024} KiB)", contents, wheel, False)
     zipfile.ZipFile(wheel).extractall(place / "unpacked")
-    yield step("core, and nothing else", isolated, place, CORE + "assert 'not compiled' in native.state()")
+    yield step("core, and nothing else", isolated, place, CORE + "assert 'not compiled' in cpu.state()")
 
 
 def isolated(place: Path, code: str) -> str | None:
@@ -282,7 +282,7 @@ def full(place: Path, extras: list[str], every: bool) -> Iterator[Check]:
     wheel = next(place.glob("*.whl"))
     yield step(f"contents ({wheel.stat().st_size // 1024} KiB)", contents, wheel)
     if every or not extras:
-        yield step("core", fresh, place, wheel, "", CORE + "assert 'not compiled' not in native.state()")
+        yield step("core", fresh, place, wheel, "", CORE + "assert 'not compiled' not in cpu.state()")
         sdist = next(place.glob("*.tar.gz"))
         yield step(
             "sdist without a compiler",
@@ -290,7 +290,7 @@ def full(place: Path, extras: list[str], every: bool) -> Iterator[Check]:
             place,
             sdist,
             "",
-            CORE + "assert 'not compiled' in native.state()",
+            CORE + "assert 'not compiled' in cpu.state()",
         )
     for extra in FEATURES if every else extras:
         yield step(f"[{extra}]", fresh, place, wheel, extra.replace("+", ","), CORE + FEATURES[extra])

@@ -11,16 +11,11 @@ from torch import distributions as td
 
 import slimbayes as sb
 from reliability.cases.values import deviation, softplus
-from slimbayes.apply.indexed import IndexedRule
-from slimbayes.apply.rank1 import Factor, Rank1Rule
-from slimbayes.apply.sampled import SampledRule
-from slimbayes.posteriors import (
-    CauchyPosterior,
-    DeltaPosterior,
-    HalfCauchyPosterior,
-    LogNormalPosterior,
-)
-from slimbayes.record import converted_layers
+from slimbayes.core.conversion import converted_layers
+from slimbayes.core.posteriors import CauchyPosterior, DeltaPosterior, HalfCauchyPosterior, LogNormalPosterior
+from slimbayes.core.rules.meanfield import SampledRule
+from slimbayes.core.rules.patching import IndexedRule
+from slimbayes.core.rules.rank1 import Factor, Rank1Rule
 
 
 def _factor_kl(factor: Factor, reduction: str) -> float:

@@ -14,9 +14,9 @@ import slimbayes as sb
 from reliability.cases import methods, networks
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, attempt, refusal_of, same_tree
 from reliability.cases.replay import NoReference, Replay
-from slimbayes.apply.rank1 import Rank1Rule
-from slimbayes.posteriors import LogNormalPosterior
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.core.posteriors import LogNormalPosterior
+from slimbayes.core.rules.rank1 import Rank1Rule
 
 SEEDS = st.sampled_from([0, 1, 7, -3, 2**70])
 DTYPES = [torch.float64] * 6 + [torch.float32] * 3 + [torch.bfloat16, torch.float16]

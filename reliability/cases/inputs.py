@@ -16,7 +16,7 @@ from reliability.cases import methods, networks
 from reliability.cases.draws import built, converted
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, refusal_of, same_tree
 from reliability.cases.replay import NoReference, Replay
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
 
 TYPES = [
     torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64,

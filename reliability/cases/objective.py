@@ -16,9 +16,9 @@ from reliability.cases import methods, networks
 from reliability.cases.divergences import reference_kl
 from reliability.cases.draws import converted
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, same_number
-from slimbayes.apply.rank1 import Rank1Rule
-from slimbayes.apply.sampled import SampledRule
-from slimbayes.record import converted_layers
+from slimbayes.core.conversion import converted_layers
+from slimbayes.core.rules.meanfield import SampledRule
+from slimbayes.core.rules.rank1 import Rank1Rule
 
 
 def kl(data: Any) -> Outcome:

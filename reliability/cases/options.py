@@ -13,10 +13,10 @@ from torch import nn
 import slimbayes as sb
 from reliability.cases import methods, networks
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, same_tree
-from slimbayes.layers import WEIGHTED, converted_class
-from slimbayes.layers.base import Converted
-from slimbayes.layers.ensembled import Ensembled
-from slimbayes.layers.several import Several
+from slimbayes.core.layers import WEIGHTED, converted_class
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.layers.ensemble import Ensembled
+from slimbayes.sequences.kernels import Several
 
 
 def values(data: Any) -> Outcome:

@@ -15,7 +15,7 @@ from reliability.cases import methods
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, same_number, same_tensor
 from reliability.cases.objective import _log_prob, likelihoods
 from slimbayes import decisions
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
 
 
 def _xlogx(p: np.ndarray) -> np.ndarray:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from reliability.cases.values import CPU, NoReference, Place, chosen, deviation, factor_value, tensors
-from slimbayes.apply.dropped import DroppedRule
-from slimbayes.apply.indexed import IndexedRule
-from slimbayes.apply.rank1 import Rank1Rule
-from slimbayes.apply.sampled import SampledRule
-from slimbayes.keyed import keyed_noise, layer_key
-from slimbayes.layers.dropout import _Active
-from slimbayes.record import converted_layers, find_record
+from slimbayes.core.conversion import converted_layers, find_record
+from slimbayes.core.keyed_noise import keyed_noise, layer_key
+from slimbayes.core.layers.dropout import _Active
+from slimbayes.core.rules.dropout import DroppedRule
+from slimbayes.core.rules.meanfield import SampledRule
+from slimbayes.core.rules.patching import IndexedRule
+from slimbayes.core.rules.rank1 import Rank1Rule
 
 __all__ = ["NoReference", "Replay"]
 

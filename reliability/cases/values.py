@@ -9,12 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slimbayes.apply.dropped import DroppedRule
-from slimbayes.apply.indexed import IndexedRule
-from slimbayes.apply.rank1 import Factor, Rank1Rule
-from slimbayes.apply.sampled import SampledRule
-from slimbayes.keyed import keyed_noise, layer_key
-from slimbayes.posteriors import (
+from slimbayes.core.keyed_noise import keyed_noise, layer_key
+from slimbayes.core.posteriors import (
     BernoulliPosterior,
     CauchyPosterior,
     DeltaPosterior,
@@ -23,6 +19,10 @@ from slimbayes.posteriors import (
     LogNormalPosterior,
     NormalPosterior,
 )
+from slimbayes.core.rules.dropout import DroppedRule
+from slimbayes.core.rules.meanfield import SampledRule
+from slimbayes.core.rules.patching import IndexedRule
+from slimbayes.core.rules.rank1 import Factor, Rank1Rule
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ import slimbayes as sb
 from reliability.cases import methods, networks
 from reliability.cases.draws import built, converted
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, refusal_of, same_tree
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
 
 OPTIONS: dict[str, Any] = {"samples": 2, "seed": 5}
 

@@ -12,13 +12,13 @@ torch.Size([8, 3])
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from slimbayes.context import RowError
-from slimbayes.convert import bayesianize
-from slimbayes.draws import draw
-from slimbayes.evaluate import evaluate
-from slimbayes.fast import fast_paths
-from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, NotFiniteError
-from slimbayes.methods import (
+from slimbayes import aliases
+from slimbayes.accelerate import registry  # noqa: F401 - attaches the fast paths
+from slimbayes.accelerate.switches import fast_paths
+from slimbayes.core.context import RowError
+from slimbayes.core.convert import bayesianize
+from slimbayes.core.likelihoods import Bernoulli, Categorical, Gaussian, NotFiniteError
+from slimbayes.core.methods import (
     ECMP,
     EMP,
     BatchEnsemble,
@@ -30,46 +30,50 @@ from slimbayes.methods import (
     MeanField,
     Rank1,
 )
-from slimbayes.objective import ELBO, LinearAnnealing, StepAnnealing, elbo, kl, parameter_groups
-from slimbayes.predict import predict
-from slimbayes.predictive import Predictive
-from slimbayes.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
-from slimbayes.summary import Summary, summary
+from slimbayes.core.objective import ELBO, LinearAnnealing, StepAnnealing, elbo, kl, parameter_groups
+from slimbayes.core.passes import draw
+from slimbayes.core.predict import predict
+from slimbayes.core.predictive import Predictive
+from slimbayes.core.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
+from slimbayes.verbs.evaluation import evaluate
+from slimbayes.verbs.summary import Summary, summary
 
 if TYPE_CHECKING:
-    from slimbayes import analysis, data, decisions, export, metrics, models
-    from slimbayes.adapting import adapt
-    from slimbayes.checkpoint import CheckpointError, load, save
-    from slimbayes.compiling import compile
-    from slimbayes.compressing import compress
-    from slimbayes.diagnosis import Diagnosis, diagnose
-    from slimbayes.frozen import Frozen, freeze
-    from slimbayes.health import check_finite
-    from slimbayes.merging import merge, unmerge
-    from slimbayes.stacking import stack
+    from slimbayes import analysis, decisions, metrics
+    from slimbayes.accelerate.compile.entry import compile
+    from slimbayes.lab import data, models
     from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
+    from slimbayes.verbs import exporting as export
+    from slimbayes.verbs.adapters import adapt
+    from slimbayes.verbs.checkpoint import CheckpointError, load, save
+    from slimbayes.verbs.compression import compress
+    from slimbayes.verbs.diagnosis import Diagnosis, diagnose
+    from slimbayes.verbs.finiteness import check_finite
+    from slimbayes.verbs.freezing import Frozen, freeze
+    from slimbayes.verbs.merging import merge, unmerge
+    from slimbayes.verbs.stacking import stack
 
 __version__ = "0.1.0"
 
-# Rooms that not everybody needs, imported when one of these is first asked for. None of their names may be that of
-# a room itself: importing the room would put the module in the place of what it holds.
+# What not everybody needs, imported when one of these is first asked for: the room itself under its own name or the
+# names in it.
 _LATE = {
-    "adapting": ("adapt",),
+    "accelerate.compile.entry": ("compile",),
     "analysis": (),
-    "checkpoint": ("CheckpointError", "load", "save"),
-    "compiling": ("compile",),
-    "compressing": ("compress",),
     "data": (),
     "decisions": (),
-    "diagnosis": ("Diagnosis", "diagnose"),
     "export": (),
-    "frozen": ("Frozen", "freeze"),
-    "health": ("check_finite",),
-    "merging": ("merge", "unmerge"),
     "metrics": (),
     "models": (),
-    "stacking": ("stack",),
     "training": ("FitResult", "ManyResult", "Training", "TrainingError", "fit", "fit_many"),
+    "verbs.adapters": ("adapt",),
+    "verbs.checkpoint": ("CheckpointError", "load", "save"),
+    "verbs.compression": ("compress",),
+    "verbs.diagnosis": ("Diagnosis", "diagnose"),
+    "verbs.finiteness": ("check_finite",),
+    "verbs.freezing": ("Frozen", "freeze"),
+    "verbs.merging": ("merge", "unmerge"),
+    "verbs.stacking": ("stack",),
 }
 
 __all__ = [
@@ -135,6 +139,8 @@ __all__ = [
     "unmerge",
 ]
 
+
+aliases.install()
 
 if not TYPE_CHECKING:  # or no misspelt name would be an error to a type checker
 

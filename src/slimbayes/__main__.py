@@ -1,6 +1,6 @@
 """``python -m slimbayes``: the command line."""
 
-from slimbayes.cli import main
+from slimbayes.lab.cli import main
 
 if __name__ == "__main__":
     main()

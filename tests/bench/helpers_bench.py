@@ -1,6 +1,6 @@
 """Results with fixed figures."""
 
-from slimbayes.bench.results import Results, timing, with_ratios
+from slimbayes.lab.bench.results import Results, timing, with_ratios
 
 RUN = {"created": "2026-01-01T00:00:00Z", "command": "slimbayes bench", "commit": "abc", "threads": 2,
        "versions": {"torch": "2.13.0"}, "hardware": "a machine"}  # fmt: skip

@@ -5,12 +5,12 @@ import json
 import sys
 from dataclasses import replace
 
-from slimbayes.bench import beside
-from slimbayes.bench.beside import measure_beside, serve
-from slimbayes.bench.results import read_results
-from slimbayes.bench.running import environment, run_bench
-from slimbayes.bench.settings import REFERENCE, BenchConfig
-from slimbayes.bench.worker import Job
+from slimbayes.lab.bench import beside
+from slimbayes.lab.bench.beside import measure_beside, serve
+from slimbayes.lab.bench.results import read_results
+from slimbayes.lab.bench.running import environment, run_bench
+from slimbayes.lab.bench.settings import REFERENCE, BenchConfig
+from slimbayes.lab.bench.worker import Job
 
 JOB = Job("own", "tiny", "train", "eager", ("rank1", "emp"), threads=1, rounds=2, seconds=0.0)
 ORDERS = (

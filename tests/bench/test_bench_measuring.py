@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from slimbayes.bench import cases, measuring, worker
-from slimbayes.bench.cases import Case, build
-from slimbayes.bench.measuring import Load, interleave, peak_bytes
-from slimbayes.bench.settings import HEADS, MANY, NETWORKS, REFERENCE
-from slimbayes.bench.worker import Job, measure
+from slimbayes.lab.bench import cases, measuring, worker
+from slimbayes.lab.bench.cases import Case, build
+from slimbayes.lab.bench.measuring import Load, interleave, peak_bytes
+from slimbayes.lab.bench.settings import HEADS, MANY, NETWORKS, REFERENCE
+from slimbayes.lab.bench.worker import Job, measure
 
 CPU = torch.device("cpu")
 PAIRS = [("tiny", phase) for phase in ("train", "predict")] + [
@@ -74,7 +74,7 @@ def test_many_draws_are_passes_of_the_same_rows_in_bounded_memory(monkeypatch):
 
 def test_the_deterministic_network_is_plain_torch():
     model = build(REFERENCE, NETWORKS["tiny-conv"], "train", "eager", CPU).model
-    assert all(type(m).__module__.startswith(("torch.", "slimbayes.models.")) for m in model.modules())
+    assert all(type(m).__module__.startswith(("torch.", "slimbayes.lab.models.")) for m in model.modules())
 
 
 def test_a_failure_is_recorded_and_stops_nothing(monkeypatch):
@@ -297,7 +297,7 @@ def fake_peers(monkeypatch, tmp_path):
         "torch_uncertainty.methods",
     ):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    from slimbayes.bench import peers
+    from slimbayes.lab.bench import peers
 
     yield peers
     for name in [name for name in sys.modules if name.split(".")[0] == "torch_uncertainty"]:

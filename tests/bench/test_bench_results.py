@@ -8,12 +8,12 @@ import pytest
 from bench.helpers_bench import RUN, cells, results
 from rich.console import Console
 
-from slimbayes.bench import page as page_module
-from slimbayes.bench.page import page_text, write_page
-from slimbayes.bench.plot import write_plot
-from slimbayes.bench.results import BenchError, Results, median_error, read_results, timing
-from slimbayes.bench.settings import CONTENDERS, HEADS, MODES, NETWORKS, PEERS, PHASES, TARGETS, limit
-from slimbayes.bench.table import blocks, print_table, rows
+from slimbayes.lab.bench import page as page_module
+from slimbayes.lab.bench.page import page_text, write_page
+from slimbayes.lab.bench.plot import write_plot
+from slimbayes.lab.bench.results import BenchError, Results, median_error, read_results, timing
+from slimbayes.lab.bench.settings import CONTENDERS, HEADS, MODES, NETWORKS, PEERS, PHASES, TARGETS, limit
+from slimbayes.lab.bench.table import blocks, print_table, rows
 
 ROOT = Path(__file__).parents[2]
 

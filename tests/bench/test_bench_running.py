@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from helpers_cli import runner
 
-from slimbayes.bench import running
-from slimbayes.bench.results import BenchError, Results, read_results
-from slimbayes.bench.running import jobs, run_bench
-from slimbayes.bench.settings import CONTENDERS, PEERS, REFERENCE, SEQUENCES, BenchConfig, limit
+from slimbayes.lab.bench import running
+from slimbayes.lab.bench.results import BenchError, Results, read_results
+from slimbayes.lab.bench.running import jobs, run_bench
+from slimbayes.lab.bench.settings import CONTENDERS, PEERS, REFERENCE, SEQUENCES, BenchConfig, limit
 
 ROOT = Path(__file__).parents[2]
 TINY = BenchConfig(
@@ -176,7 +176,7 @@ def test_command(slimbayes, tmp_path):
 def test_quick(slimbayes, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(running, "_worker", fake_worker(calls))
-    monkeypatch.setattr("slimbayes.bench.table.print_table", lambda *rest: None)
+    monkeypatch.setattr("slimbayes.lab.bench.table.print_table", lambda *rest: None)
     slimbayes("bench", "--device", "cpu", "--quick", "--no-plot", "--output", tmp_path / "a.json")
     assert {(job.network, job.mode, job.rounds) for job, _ in calls} == {("mlp", "eager", 5)}
 

@@ -12,8 +12,8 @@ import yaml
 from helpers_cli import runner
 
 import slimbayes as sb
-from slimbayes.config import CompareConfig, RunConfig, from_dict, read_config
-from slimbayes.report import read_results
+from slimbayes.lab.config import CompareConfig, RunConfig, from_dict, read_config
+from slimbayes.lab.report import read_results
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

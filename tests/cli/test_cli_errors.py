@@ -9,9 +9,9 @@ import pytest
 from helpers_cli import runner
 
 import slimbayes as sb
-from slimbayes.cli import main
-from slimbayes.config import RunConfig
-from slimbayes.runs import train_run
+from slimbayes.lab.cli import main
+from slimbayes.lab.config import RunConfig
+from slimbayes.lab.runs import train_run
 from slimbayes.training import Training
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -235,7 +235,7 @@ def test_exit_codes(slimbayes, monkeypatch, tmp_path, error, code, message):
     def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr("slimbayes.runs.train_run", fail)
+    monkeypatch.setattr("slimbayes.lab.runs.train_run", fail)
     done = slimbayes("train", "--data", "wine", "--out", tmp_path, code=code)
     assert done.err.strip() == f"error: {message}"
 

@@ -7,10 +7,10 @@ import torch
 from helpers_cli import runner
 
 import slimbayes as sb
-from slimbayes.config import RunConfig
-from slimbayes.predictions import predict_table
-from slimbayes.runs import load_run, train_run
-from slimbayes.served import export_run, load_served
+from slimbayes.lab.config import RunConfig
+from slimbayes.lab.exported_runs import export_run, load_served
+from slimbayes.lab.predictions import predict_table
+from slimbayes.lab.runs import load_run, train_run
 from slimbayes.training import Training
 
 pytest.importorskip("onnxruntime")

@@ -6,8 +6,8 @@ import re
 import pytest
 from helpers_cli import runner
 
-from slimbayes.experiments import running
-from slimbayes.experiments.catalogue import ENTRIES
+from slimbayes.lab.experiments import running
+from slimbayes.lab.experiments.catalogue import ENTRIES
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

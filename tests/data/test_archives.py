@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from reliability import attacks
-from slimbayes.data import DataError, TarShards, load
-from slimbayes.data import archives as limits
-from slimbayes.data.archives import lines, unpack
-from slimbayes.data.images import read_idx
-from slimbayes.data.records.csvs import read_pieces
+from slimbayes.containers import archives as limits
+from slimbayes.containers.archives import lines, unpack
+from slimbayes.lab.data import DataError, TarShards, load
+from slimbayes.lab.data.images import read_idx
+from slimbayes.lab.data.records.csvs import read_pieces
 
 CLAIMS = ("a shape of 2^60", "a shape of 2^33 rows", "a negative shape")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from slimbayes.data import DataError
-from slimbayes.data.corruptions import (
+from slimbayes.lab.data import DataError
+from slimbayes.lab.data.corruptions import (
     CORRUPTIONS,
     EXTRA,
     SEVERITIES,
@@ -18,7 +18,7 @@ from slimbayes.data.corruptions import (
     load_official,
     parameters,
 )
-from slimbayes.data.corruptions.textures import frost_textures
+from slimbayes.lab.data.corruptions.textures import frost_textures
 
 ALL = CORRUPTIONS + EXTRA
 RANDOM = (

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from slimbayes.data.corruptions import blur, corrupt, digital, jpeg, noise, parameters, spatter, weather
-from slimbayes.data.corruptions.filters import Draws, bilinear, fold, gaussian, truncated
-from slimbayes.keyed import layer_key
+from slimbayes.core.keyed_noise import layer_key
+from slimbayes.lab.data.corruptions import blur, corrupt, digital, jpeg, noise, parameters, spatter, weather
+from slimbayes.lab.data.corruptions.filters import Draws, bilinear, fold, gaussian, truncated
 
 ndimage = pytest.importorskip("scipy.ndimage")
 stats = pytest.importorskip("scipy.stats")

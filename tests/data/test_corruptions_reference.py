@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from slimbayes.data.corruptions import SEVERITIES, corrupt
+from slimbayes.lab.data.corruptions import SEVERITIES, corrupt
 
 FILE = np.load(Path(__file__).parent / "imagecorruptions_reference.npz")
 NAMES, EXACT = FILE["names"].tolist(), FILE["exact"].tolist()

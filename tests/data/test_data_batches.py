@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from slimbayes.data import Batches, DataError, Scaling, Split
-from slimbayes.data.batches import augmented, draws
-from slimbayes.keyed import layer_key, philox
+from slimbayes.containers.batches import augmented, draws
+from slimbayes.core.keyed_noise import layer_key, philox
+from slimbayes.lab.data import Batches, DataError, Scaling, Split
 
 
 def images(count=23, channels=3, side=7):

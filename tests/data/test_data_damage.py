@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from slimbayes.data import DataError, TarShards, load, read_inputs
-from slimbayes.data.images import read_idx
+from slimbayes.lab.data import DataError, TarShards, load, read_inputs
+from slimbayes.lab.data.images import read_idx
 
 
 def written(write):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from sklearn import datasets
 
-from slimbayes.data import DataError, Scaling, Split, load, names
-from slimbayes.data.embedded import EMBEDDED
-from slimbayes.data.files import need, permutation, random_split, stratified_split
+from slimbayes.containers.files import need, permutation, random_split, stratified_split
+from slimbayes.lab.data import DataError, Scaling, Split, load, names
+from slimbayes.lab.data.embedded import EMBEDDED
 
 
 def rows(split):

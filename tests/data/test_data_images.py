@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from slimbayes.data import DataError, describe, find_root, found, load, load_images, out_of_distribution
-from slimbayes.data.images import read_idx
-from slimbayes.data.unpickle import read_pickle
+from slimbayes.lab.data import DataError, describe, find_root, found, load, load_images, out_of_distribution
+from slimbayes.lab.data.images import read_idx
+from slimbayes.lab.data.unpickle import read_pickle
 
 REAL = Path(os.environ.get("SLIMBAYES_DATA") or Path(__file__).parents[2] / "../shared/data")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy import ndimage
 
-from slimbayes.data import DataError, Split, load, out_of_distribution, shift_names, shifts_for
-from slimbayes.data.elsewhere import fitted
-from slimbayes.data.shifts_images import rotated
+from slimbayes.lab.data import DataError, Split, load, out_of_distribution, shift_names, shifts_for
+from slimbayes.lab.data.elsewhere import fitted
+from slimbayes.lab.data.shifts_images import rotated
 
 DIGITS, WINE, DIABETES = load("digits"), load("wine"), load("diabetes")
 
@@ -146,7 +146,9 @@ def test_names_and_severities():
 
 
 def test_colour_images_get_the_corruptions():
-    corruptions = pytest.importorskip("slimbayes.data.corruptions", reason="the corruptions are not there")
+    corruptions = pytest.importorskip(
+        "slimbayes.lab.data.corruptions", reason="the corruptions are not there"
+    )
     pixels = torch.arange(4 * 3 * 32 * 32).mul(7).remainder(256).to(torch.uint8).view(4, 3, 32, 32)
     data = replace(
         DIGITS, name="rgb", train=Split(pixels, torch.arange(4)), test=Split(pixels, torch.arange(4))

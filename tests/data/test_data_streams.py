@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from slimbayes.data import DataError, ImageTree, StreamBatches, TarShards, load, stream
-from slimbayes.data.streams import Place, centre_crop, random_crop
+from slimbayes.containers.streams import Place, centre_crop, random_crop
+from slimbayes.lab.data import DataError, ImageTree, StreamBatches, TarShards, load, stream
 
 CLASSES = ("ant", "bee", "cat")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from slimbayes.data import DataError, load, read_inputs, read_table
+from slimbayes.lab.data import DataError, load, read_inputs, read_table
 
 ROWS = "age,height,kind\n30,1.8,cat\n40,1.6,dog\n25,1.7,cat\n61,1.5,dog\n33,2.0,cat\n"
 

@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from slimbayes.data import (
-    Bagging,
-    DataError,
-    RecordBatches,
-    Records,
-)
-from slimbayes.data.records import Levels, bag, carried
-from slimbayes.data.records.context import SUMMARIES, standardized, summaries
+from slimbayes.lab.data import Bagging, DataError, RecordBatches, Records
+from slimbayes.lab.data.records import Levels, bag, carried
+from slimbayes.lab.data.records.context import SUMMARIES, standardized, summaries
 
 
 def made_up(count=400, records=12, codes=6, seed=0):

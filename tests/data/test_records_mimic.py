@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers_mimic import HEADERS, make_tables, write_tables
 
-from slimbayes.data import DataError, found, load_records
-from slimbayes.data.records import csvs, mimic, mimic_events
-from slimbayes.data.records.mimic_tables import EVENT_TABLES, parts_of
+from slimbayes.lab.data import DataError, found, load_records
+from slimbayes.lab.data.records import csvs, mimic, mimic_events
+from slimbayes.lab.data.records.mimic_tables import EVENT_TABLES, parts_of
 
 OPTIONS = {"minimum_count": 20, "dense": 4, "levels": 3}
 PARTS = ("train", "validation", "test")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from slimbayes.data import DataError, load, read_inputs, shifts_for
-from slimbayes.data import out_of_distribution as foreign
-from slimbayes.models import DenseNet
+from slimbayes.lab.data import DataError, load, read_inputs, shifts_for
+from slimbayes.lab.data import out_of_distribution as foreign
+from slimbayes.lab.models import DenseNet
 
 ROOT = Path(os.environ.get("SLIMBAYES_DATA") or Path(__file__).parents[2] / ".." / "shared" / "data")
 

@@ -3,7 +3,7 @@
 import copy
 import math
 
-from slimbayes.experiments import Experiment, Printed
+from slimbayes.lab.experiments import Experiment, Printed
 
 TABLE2 = Experiment(
     "ktied/table2",

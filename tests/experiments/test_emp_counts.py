@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.experiments import emp_cards, emp_counts, emp_priors, find
-from slimbayes.experiments.emp_cards import CARDS, Trend, fit_trend, jackknife
-from slimbayes.experiments.emp_priors import Prior, functions, measured
-from slimbayes.experiments.running import RUNNERS
-from slimbayes.experiments.session import Session
+from slimbayes.lab.experiments import emp_cards, emp_counts, emp_priors, find
+from slimbayes.lab.experiments.emp_cards import CARDS, Trend, fit_trend, jackknife
+from slimbayes.lab.experiments.emp_priors import Prior, functions, measured
+from slimbayes.lab.experiments.running import RUNNERS
+from slimbayes.lab.experiments.session import Session
 
 K = 5
 

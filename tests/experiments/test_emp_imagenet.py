@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.data.corruptions import corrupt
-from slimbayes.experiments import emp_imagenet as emp
-from slimbayes.experiments import emp_imagenet_tables as tables
-from slimbayes.experiments import find, imagenet, session
-from slimbayes.experiments.averages import columns_of, running_means
-from slimbayes.experiments.emp_figures import figures_of
-from slimbayes.experiments.imagenet_data import SIZES, prepare
-from slimbayes.experiments.session import OutOfTime, Session
+from slimbayes.lab.data.corruptions import corrupt
+from slimbayes.lab.experiments import emp_imagenet as emp
+from slimbayes.lab.experiments import emp_imagenet_tables as tables
+from slimbayes.lab.experiments import find, imagenet, session
+from slimbayes.lab.experiments.averages import columns_of, running_means
+from slimbayes.lab.experiments.emp_figures import figures_of
+from slimbayes.lab.experiments.imagenet_data import SIZES, prepare
+from slimbayes.lab.experiments.session import OutOfTime, Session
 
 pytest.importorskip("PIL.Image")
 

@@ -9,10 +9,10 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes import metrics
-from slimbayes.checkpoint import CheckpointError
-from slimbayes.data import load as load_data
-from slimbayes.data import shifts_for
-from slimbayes.experiments import (
+from slimbayes.core.conversion import converted_layers
+from slimbayes.lab.data import load as load_data
+from slimbayes.lab.data import shifts_for
+from slimbayes.lab.experiments import (
     averages,
     emp_checks,
     emp_extras,
@@ -21,16 +21,16 @@ from slimbayes.experiments import (
     emp_measures,
     emp_recipes,
 )
-from slimbayes.experiments.averages import running_means
-from slimbayes.experiments.catalogue import find
-from slimbayes.experiments.emp_recipes import SIZES, WAYS, prepare, recipe
-from slimbayes.experiments.images import Job
-from slimbayes.experiments.outcome import Outcome, Table
-from slimbayes.experiments.runner import Paper, Runner, Task, together
-from slimbayes.experiments.session import OutOfTime, Session
-from slimbayes.models import WideResNet
-from slimbayes.record import converted_layers
+from slimbayes.lab.experiments.averages import running_means
+from slimbayes.lab.experiments.catalogue import find
+from slimbayes.lab.experiments.emp_recipes import SIZES, WAYS, prepare, recipe
+from slimbayes.lab.experiments.images import Job
+from slimbayes.lab.experiments.outcome import Outcome, Table
+from slimbayes.lab.experiments.runner import Paper, Runner, Task, together
+from slimbayes.lab.experiments.session import OutOfTime, Session
+from slimbayes.lab.models import WideResNet
 from slimbayes.training.sources import make_source
+from slimbayes.verbs.checkpoint import CheckpointError
 
 
 def network(method, include=None):

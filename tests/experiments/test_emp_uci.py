@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.data import Dataset, Scaling, Split
-from slimbayes.experiments import emp_uci, emp_uci_tables
-from slimbayes.experiments.emp_regressions import SETS
-from slimbayes.experiments.outcome import Row, Table
-from slimbayes.experiments.results import ResultError, read_result, write_result
-from slimbayes.experiments.session import Session
-from slimbayes.models import RegressionNet
+from slimbayes.lab.data import Dataset, Scaling, Split
+from slimbayes.lab.experiments import emp_uci, emp_uci_tables
+from slimbayes.lab.experiments.emp_regressions import SETS
+from slimbayes.lab.experiments.outcome import Row, Table
+from slimbayes.lab.experiments.results import ResultError, read_result, write_result
+from slimbayes.lab.experiments.session import Session
+from slimbayes.lab.models import RegressionNet
 
 
 def test_density_is_that_of_a_mixture_of_gaussians():
@@ -180,8 +180,8 @@ def test_tables_of_several_settings_are_shown_as_one(tmp_path):
         "tables": tables, **empty, "provenance": {},
     }  # fmt: skip
     assert len(read_result(write_result(document, tmp_path))["tables"]) == 2
-    from slimbayes.experiments.catalogue import find
-    from slimbayes.experiments.tables import join, markdown, merged, note
+    from slimbayes.lab.experiments.catalogue import find
+    from slimbayes.lab.experiments.tables import join, markdown, merged, note
 
     shown = join(merged(tables)["rmse"], find("emp/table12").table("rmse"))
     text = markdown(shown)

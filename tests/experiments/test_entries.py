@@ -6,10 +6,10 @@ import math
 import pytest
 
 import slimbayes as sb
-from slimbayes.data.corruptions import CORRUPTIONS
-from slimbayes.experiments import COLUMNS, ENTRIES, PAPERS, find
-from slimbayes.experiments.running import RUNNERS
-from slimbayes.specs import parse_method
+from slimbayes.lab.data.corruptions import CORRUPTIONS
+from slimbayes.lab.experiments import COLUMNS, ENTRIES, PAPERS, find
+from slimbayes.lab.experiments.running import RUNNERS
+from slimbayes.verbs.method_text import parse_method
 
 KTIED = """table1 figure3 figure4 table2 figure5 table3 figure6 figure7 table4 table5 figure9 figure10 figure11
     figure12 local by-elbo time compress tuning"""

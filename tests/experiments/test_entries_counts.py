@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.experiments import ENTRIES
-from slimbayes.specs import network_builder, parse_method
+from slimbayes.lab.experiments import ENTRIES
+from slimbayes.lab.models.text import network_builder
+from slimbayes.verbs.method_text import parse_method
 
 SHAPES = {
     "mnist": ((1, 28, 28), 10),

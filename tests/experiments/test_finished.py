@@ -7,11 +7,11 @@ import pytest
 import torch
 from helpers_cli import runner
 
-from slimbayes.experiments import rank1_recipes, read_result
-from slimbayes.experiments.finished import Unfinished, trained_on
-from slimbayes.experiments.rank1_recipes import BATCH_ENSEMBLE, GAUSSIAN, MAIN, jobs_of, recipe
-from slimbayes.experiments.running import reproduce
-from slimbayes.experiments.session import MEASURED, Session
+from slimbayes.lab.experiments import rank1_recipes, read_result
+from slimbayes.lab.experiments.finished import Unfinished, trained_on
+from slimbayes.lab.experiments.rank1_recipes import BATCH_ENSEMBLE, GAUSSIAN, MAIN, jobs_of, recipe
+from slimbayes.lab.experiments.running import reproduce
+from slimbayes.lab.experiments.session import MEASURED, Session
 
 ENTRY = "rank1/figure5"
 

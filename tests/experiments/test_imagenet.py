@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimbayes.data import DataError, stream
-from slimbayes.experiments import emp_imagenet, find, imagenet, rank1_imagenet, read_result, session
-from slimbayes.experiments.imagenet_data import RAW, SIZES, make_tree, prepare
-from slimbayes.experiments.running import reproduce
-from slimbayes.experiments.session import Session
-from slimbayes.experiments.several import Processes
+from slimbayes.lab.data import DataError, stream
+from slimbayes.lab.experiments import emp_imagenet, find, imagenet, rank1_imagenet, read_result, session
+from slimbayes.lab.experiments.imagenet_data import RAW, SIZES, make_tree, prepare
+from slimbayes.lab.experiments.running import reproduce
+from slimbayes.lab.experiments.session import Session
+from slimbayes.lab.experiments.several import Processes
 
 pytest.importorskip("PIL.Image")
 ROOT = Path(__file__).parents[2]
@@ -150,7 +150,7 @@ def test_papers_share_a_listing_of_the_images_and_no_network(tmp_path):
     ("count", "most", "processes"), [(50_000, 2048, 8), (64, 96, 2), (65, 16, 3), (7, 100, 4)]
 )
 def test_no_image_is_lost_between_processes(count, most, processes):
-    from slimbayes.data.batches import batch_count, batch_rows
+    from slimbayes.containers.batches import batch_count, batch_rows
 
     batch = imagenet.even_batch(count, most, processes)
     number = batch_count(count, batch, processes, drop_last=False)

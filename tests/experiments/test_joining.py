@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from slimbayes.experiments.joining import join, joinable
+from slimbayes.lab.experiments.joining import join, joinable
 
 
 def result(*settings, day, seeds):

@@ -19,15 +19,15 @@ from helpers_cli import runner
 from helpers_html import EVIL, Tree
 
 from slimbayes import experiments
-from slimbayes.experiments import ResultError, read_result, result_path, write_result
-from slimbayes.experiments.entry import Column
-from slimbayes.experiments.pages import HTML, build, stale_pages, write_pages
-from slimbayes.experiments.plots import fingerprint, mark_of, plots
-from slimbayes.experiments.results import check_result
-from slimbayes.experiments.state import state, survey
-from slimbayes.experiments.tables import Cell, Printed, join, markdown, our_parts, paper_text
-from slimbayes.report.page import figure_html
-from slimbayes.report.statistics import Stat
+from slimbayes.lab.experiments import ResultError, read_result, result_path, write_result
+from slimbayes.lab.experiments.entry import Column
+from slimbayes.lab.experiments.pages import HTML, build, stale_pages, write_pages
+from slimbayes.lab.experiments.plots import fingerprint, mark_of, plots
+from slimbayes.lab.experiments.results import check_result
+from slimbayes.lab.experiments.state import state, survey
+from slimbayes.lab.experiments.tables import Cell, Printed, join, markdown, our_parts, paper_text
+from slimbayes.lab.report.page import figure_html
+from slimbayes.lab.report.statistics import Stat
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def copied(written, tmp_path):
 @pytest.fixture
 def entries(monkeypatch):
     """The catalogue, with the entries of these tests."""
-    made = types.ModuleType("slimbayes.experiments.catalogue")
+    made = types.ModuleType("slimbayes.lab.experiments.catalogue")
     made.ENTRIES = ENTRIES
     monkeypatch.setitem(sys.modules, made.__name__, made)
     monkeypatch.setattr(experiments, "catalogue", made, raising=False)

@@ -7,17 +7,17 @@ import torch
 from safetensors.torch import load_file
 
 import slimbayes as sb
-from slimbayes.data.corruptions import corrupt
-from slimbayes.experiments import imagenet, rank1_checks
-from slimbayes.experiments import rank1_imagenet as rank1
-from slimbayes.experiments.averages import columns_of
-from slimbayes.experiments.imagenet_data import SIZES
-from slimbayes.experiments.images import Job
-from slimbayes.experiments.networks import MODEL
-from slimbayes.experiments.outcome import Table
-from slimbayes.experiments.rank1_recipes import BATCH_ENSEMBLE, CAUCHY, DETERMINISTIC, GAUSSIAN, rows_of
-from slimbayes.experiments.session import Session
-from slimbayes.priors import Cauchy, Normal
+from slimbayes.core.priors import Cauchy, Normal
+from slimbayes.lab.data.corruptions import corrupt
+from slimbayes.lab.experiments import imagenet, rank1_checks
+from slimbayes.lab.experiments import rank1_imagenet as rank1
+from slimbayes.lab.experiments.averages import columns_of
+from slimbayes.lab.experiments.imagenet_data import SIZES
+from slimbayes.lab.experiments.images import Job
+from slimbayes.lab.experiments.networks import MODEL
+from slimbayes.lab.experiments.outcome import Table
+from slimbayes.lab.experiments.rank1_recipes import BATCH_ENSEMBLE, CAUCHY, DETERMINISTIC, GAUSSIAN, rows_of
+from slimbayes.lab.experiments.session import Session
 from slimbayes.training import loop
 
 pytest.importorskip("PIL.Image")

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.data import Dataset, Scaling, Split
-from slimbayes.data import load as load_data
-from slimbayes.experiments import rank1_checks, rank1_images, rank1_measures, rank1_recipes, rank1_words
-from slimbayes.experiments.catalogue import find
-from slimbayes.experiments.images import Job
-from slimbayes.experiments.networks import Prepared
-from slimbayes.experiments.outcome import Table
-from slimbayes.experiments.rank1_curves import averaged
-from slimbayes.experiments.rank1_recipes import (
+from slimbayes.core.conversion import converted_layers
+from slimbayes.lab.data import Dataset, Scaling, Split
+from slimbayes.lab.data import load as load_data
+from slimbayes.lab.experiments import rank1_checks, rank1_images, rank1_measures, rank1_recipes, rank1_words
+from slimbayes.lab.experiments.catalogue import find
+from slimbayes.lab.experiments.images import Job
+from slimbayes.lab.experiments.networks import Prepared
+from slimbayes.lab.experiments.outcome import Table
+from slimbayes.lab.experiments.rank1_curves import averaged
+from slimbayes.lab.experiments.rank1_recipes import (
     ABLATIONS,
     BATCH_ENSEMBLE,
     CAUCHY,
@@ -36,10 +37,9 @@ from slimbayes.experiments.rank1_recipes import (
     recipe,
     rows_of,
 )
-from slimbayes.experiments.rank1_settings import Chosen, gaussian_cifar, short
-from slimbayes.experiments.running import reproduce
-from slimbayes.experiments.session import Session
-from slimbayes.record import converted_layers
+from slimbayes.lab.experiments.rank1_settings import Chosen, gaussian_cifar, short
+from slimbayes.lab.experiments.running import reproduce
+from slimbayes.lab.experiments.session import Session
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from scipy import integrate, special, stats
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import priors
-from slimbayes.experiments import (
+from slimbayes.core import priors
+from slimbayes.lab.experiments import (
     find,
     rank1_counts,
     rank1_priors,
@@ -20,12 +20,12 @@ from slimbayes.experiments import (
     rank1_settings,
     rank1_theorem,
 )
-from slimbayes.experiments import rank1_values as values
-from slimbayes.experiments.rank1_counts import counts, factors, overhead, parameter_checks, parameters_of
-from slimbayes.experiments.rank1_priors import InverseGamma, density, horseshoe, quantiles, tail
-from slimbayes.experiments.rank1_tables import STEPS
-from slimbayes.experiments.running import RUNNERS
-from slimbayes.experiments.session import Session
+from slimbayes.lab.experiments import rank1_values as values
+from slimbayes.lab.experiments.rank1_counts import counts, factors, overhead, parameter_checks, parameters_of
+from slimbayes.lab.experiments.rank1_priors import InverseGamma, density, horseshoe, quantiles, tail
+from slimbayes.lab.experiments.rank1_tables import STEPS
+from slimbayes.lab.experiments.running import RUNNERS
+from slimbayes.lab.experiments.session import Session
 
 NAMES = ("rank1/figure1", "rank1/table5", "rank1/table6", "rank1/table7", "rank1/theorem1")
 X = torch.logspace(-3, 1.5, 40, dtype=torch.float64)

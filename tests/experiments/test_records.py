@@ -9,21 +9,30 @@ import torch
 from helpers_mimic import make_tables, write_tables
 
 import slimbayes as sb
-from slimbayes.experiments import rank1_record_tables as tables
-from slimbayes.experiments import rank1_records as records
-from slimbayes.experiments import read_result
-from slimbayes.experiments.images import Job
-from slimbayes.experiments.ktied_recipes import recipe as tied_recipe
-from slimbayes.experiments.ktied_tables import counted
-from slimbayes.experiments.outcome import Table
-from slimbayes.experiments.rank1_records import CAUCHY, DETERMINISTIC, GAUSSIAN, WAYS, drawn, interval, recipe
-from slimbayes.experiments.running import reproduce
-from slimbayes.experiments.session import Session
+from slimbayes.core.conversion import converted_layers
+from slimbayes.lab.experiments import rank1_record_tables as tables
+from slimbayes.lab.experiments import rank1_records as records
+from slimbayes.lab.experiments import read_result
+from slimbayes.lab.experiments.images import Job
+from slimbayes.lab.experiments.ktied_recipes import recipe as tied_recipe
+from slimbayes.lab.experiments.ktied_tables import counted
+from slimbayes.lab.experiments.outcome import Table
+from slimbayes.lab.experiments.rank1_records import (
+    CAUCHY,
+    DETERMINISTIC,
+    GAUSSIAN,
+    WAYS,
+    drawn,
+    interval,
+    recipe,
+)
+from slimbayes.lab.experiments.running import reproduce
+from slimbayes.lab.experiments.session import Session
+from slimbayes.lab.models.text import network_builder
 from slimbayes.metrics import auroc
-from slimbayes.record import converted_layers
-from slimbayes.specs import network_builder, parse_method
 from slimbayes.training import Training, fit
 from slimbayes.training.sources import make_source
+from slimbayes.verbs.method_text import parse_method
 
 
 @pytest.fixture(scope="module")

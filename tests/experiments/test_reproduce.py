@@ -12,21 +12,21 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.data import Scaling, Split
-from slimbayes.data import load as load_data
-from slimbayes.experiments import pool, read_result, running, session
-from slimbayes.experiments.catalogue import ENTRIES
-from slimbayes.experiments.ktied_checks import parameter_checks
-from slimbayes.experiments.ktied_probes import snr
-from slimbayes.experiments.ktied_recipes import CHOSEN, LABELS, Choice, Job, recipe, size_of, train
-from slimbayes.experiments.ktied_runners import KTIED
-from slimbayes.experiments.ktied_times import without_start
-from slimbayes.experiments.networks import Prepared, count_parameters
-from slimbayes.experiments.outcome import Table
-from slimbayes.experiments.results import write_result
-from slimbayes.experiments.runner import Task
-from slimbayes.experiments.running import RUNNERS, reproduce, train_for
-from slimbayes.experiments.session import OutOfTime, Session
+from slimbayes.lab.data import Scaling, Split
+from slimbayes.lab.data import load as load_data
+from slimbayes.lab.experiments import pool, read_result, running, session
+from slimbayes.lab.experiments.catalogue import ENTRIES
+from slimbayes.lab.experiments.ktied_checks import parameter_checks
+from slimbayes.lab.experiments.ktied_probes import snr
+from slimbayes.lab.experiments.ktied_recipes import CHOSEN, LABELS, Choice, Job, recipe, size_of, train
+from slimbayes.lab.experiments.ktied_runners import KTIED
+from slimbayes.lab.experiments.ktied_times import without_start
+from slimbayes.lab.experiments.networks import Prepared, count_parameters
+from slimbayes.lab.experiments.outcome import Table
+from slimbayes.lab.experiments.results import write_result
+from slimbayes.lab.experiments.runner import Task
+from slimbayes.lab.experiments.running import RUNNERS, reproduce, train_for
+from slimbayes.lab.experiments.session import OutOfTime, Session
 
 SMALL = {"imagenet": "imagenet-tree", "uci/boston": "diabetes"}  # data of smoke runs, by setting
 ROWS = dict.fromkeys(("mnist", "cifar100", "imdb", "resnet", "resnet-he", "snr"), LABELS)
@@ -78,7 +78,7 @@ def test_every_experiment_with_code_runs_at_smoke_scale(paper, tmp_path):
 
 
 def test_counts_keep_their_digits(tmp_path):
-    from slimbayes.experiments import write_result
+    from slimbayes.lab.experiments import write_result
 
     table = {"name": "t", "title": "T", "columns": ["parameters", "nll"]}
     table["rows"] = [

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes import fast_paths
-from slimbayes.apply import between, bulk
-from slimbayes.context import Frame
-from slimbayes.kernels.rows import scale_rows
+from slimbayes.accelerate import factor_groups
+from slimbayes.accelerate.gpu import factor_convolution
+from slimbayes.accelerate.gpu.rows import scale_rows
+from slimbayes.core.context import Frame
 
 pytestmark = needs_kernels
 
@@ -77,8 +78,8 @@ def same(found, expected, **tolerance):
 def test_twin(name, channels_last):
     op = layer(name)
     x, s, r = tensors(op, channels_last=channels_last)
-    assert between.usable(op, x, s, r, frame())
-    y, expected = between.convolved(op, x, s, r), plain(op, x, s, r)
+    assert factor_convolution.usable(op, x, s, r, frame())
+    y, expected = factor_convolution.convolved(op, x, s, r), plain(op, x, s, r)
     assert y.grad_fn.name() == NODE
     same([y], [expected])
     g = torch.randn_like(y)
@@ -90,8 +91,8 @@ def test_twin(name, channels_last):
 def test_lines_that_rows_share(lines):
     op = layer()
     x, s, r = tensors(op, rows=12, lines=lines)
-    assert between.usable(op, x, s, r, frame(samples=2))
-    y, expected = between.convolved(op, x, s, r), plain(op, x, s, r)
+    assert factor_convolution.usable(op, x, s, r, frame(samples=2))
+    y, expected = factor_convolution.convolved(op, x, s, r), plain(op, x, s, r)
     g = torch.randn_like(y)
     same([y], [expected])
     same(torch.autograd.grad(y, (s, r), g), torch.autograd.grad(expected, (s, r), g), rtol=1e-4, atol=1e-4)
@@ -100,7 +101,7 @@ def test_lines_that_rows_share(lines):
 def test_lines_that_are_not_of_consecutive_rows():
     op = layer()
     x, s, r = tensors(op, rows=12, lines=(2, 1, 3))
-    assert not between.usable(op, x, s, r, frame(samples=2))
+    assert not factor_convolution.usable(op, x, s, r, frame(samples=2))
 
 
 @pytest.mark.parametrize("missing", ["s", "r", "x", "weight", "s gradient", "r gradient"])
@@ -113,8 +114,8 @@ def test_parts(missing):
     s = None if missing == "s" else s.detach() if missing == "s gradient" else s
     r = None if missing == "r" else r.detach() if missing == "r gradient" else r
     wanted = [t for t in (x, op.weight, s, r) if t is not None and t.requires_grad]
-    assert between.usable(op, x, s, r, frame())
-    y, expected = between.convolved(op, x, s, r), plain(op, x, s, r)
+    assert factor_convolution.usable(op, x, s, r, frame())
+    y, expected = factor_convolution.convolved(op, x, s, r), plain(op, x, s, r)
     g = torch.randn_like(y)
     same(torch.autograd.grad(y, wanted, g), torch.autograd.grad(expected, wanted, g), rtol=1e-4, atol=1e-4)
 
@@ -124,7 +125,7 @@ def test_a_gradient_that_is_no_dense_tensor():
     x, s, r = tensors(op, channels_last=True)
     wanted = (x, op.weight, s, r)
     same(
-        torch.autograd.grad(between.convolved(op, x, s, r).sum(), wanted),
+        torch.autograd.grad(factor_convolution.convolved(op, x, s, r).sum(), wanted),
         torch.autograd.grad(plain(op, x, s, r).sum(), wanted),
         rtol=1e-4, atol=1e-4,
     )  # fmt: skip
@@ -134,10 +135,12 @@ def test_autocast():
     op = layer()
     x, s, r = tensors(op, dtype=torch.bfloat16, channels_last=True)
     s, r = (f.detach().bfloat16().requires_grad_() for f in (s, r))
-    assert not between.usable(op, x, s, r, frame())
+    assert not factor_convolution.usable(op, x, s, r, frame())
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        assert between.usable(op, x, s, r, frame()) and not between.usable(op, x.float(), s, r, frame())
-        y = between.convolved(op, x, s, r)
+        assert factor_convolution.usable(op, x, s, r, frame()) and not factor_convolution.usable(
+            op, x.float(), s, r, frame()
+        )
+        y = factor_convolution.convolved(op, x, s, r)
     with torch.autocast(DEVICE.type, torch.bfloat16):  # node by node, the same kernels
         expected = scale_rows(op._conv_forward(scale_rows(x, s), op.weight, None), r)
     assert y.dtype == torch.bfloat16
@@ -148,7 +151,7 @@ def test_autocast():
     with torch.autocast(
         DEVICE.type, torch.bfloat16
     ):  # the cast weight is not left to others without its gradient
-        between.convolved(op, x, s, r)
+        factor_convolution.convolved(op, x, s, r)
         assert nn.functional.conv2d(x.detach(), op.weight).requires_grad
 
 
@@ -160,13 +163,13 @@ def test_the_gradient_of_the_gradient_and_a_vectorised_one():
         torch.autograd.grad(
             sum(one.square().sum() for one in torch.autograd.grad(y.pow(3).sum(), wanted, create_graph=True)), wanted
         )
-        for y in (between.convolved(op, x, s, r), plain(op, x, s, r))
+        for y in (factor_convolution.convolved(op, x, s, r), plain(op, x, s, r))
     ]  # fmt: skip
     same(found, exact, rtol=1e-3, atol=1e-1)
     g = torch.randn(3, *plain(op, x, s, r).shape, device=DEVICE)
     found, exact = [
         torch.autograd.grad(y, wanted, g, is_grads_batched=True)
-        for y in (between.convolved(op, x, s, r), plain(op, x, s, r))
+        for y in (factor_convolution.convolved(op, x, s, r), plain(op, x, s, r))
     ]
     same(found, exact, rtol=1e-4, atol=1e-4)
 
@@ -175,7 +178,7 @@ def test_a_second_backward_pass():
     op = layer()
     x, s, r = tensors(op)
     wanted = (x, op.weight, s, r)
-    y = between.convolved(op, x, s, r)
+    y = factor_convolution.convolved(op, x, s, r)
     g = torch.randn_like(y)
     kept = g.clone()
     first = torch.autograd.grad(y, wanted, g, retain_graph=True)
@@ -187,7 +190,7 @@ def test_a_second_backward_pass():
 def test_a_weight_changed_in_between_is_told():
     op = layer()
     x, s, r = tensors(op)
-    y = between.convolved(op, x, s, r)
+    y = factor_convolution.convolved(op, x, s, r)
     with torch.no_grad():
         op.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -197,23 +200,23 @@ def test_a_weight_changed_in_between_is_told():
 def test_where_it_is_not_taken():
     op = layer()
     x, s, r = tensors(op)
-    assert between.usable(op, x, s, r, frame())
+    assert factor_convolution.usable(op, x, s, r, frame())
     with torch.no_grad():
-        assert not between.usable(op, x, s, r, frame())
+        assert not factor_convolution.usable(op, x, s, r, frame())
     for switch in ("rows", "triton"):
         with fast_paths(**{switch: False}):
-            assert not between.usable(op, x, s, r, frame())
-    assert not between.usable(op, x.double(), s, r, frame())
-    assert not between.usable(op, x, s.double(), r, frame())
-    assert not between.usable(op, x[:0], s, r, frame())
-    assert not between.usable(op, x, None, None, frame())
-    assert not between.usable(op, nn.Parameter(x), s, r, frame())
+            assert not factor_convolution.usable(op, x, s, r, frame())
+    assert not factor_convolution.usable(op, x.double(), s, r, frame())
+    assert not factor_convolution.usable(op, x, s.double(), r, frame())
+    assert not factor_convolution.usable(op, x[:0], s, r, frame())
+    assert not factor_convolution.usable(op, x, None, None, frame())
+    assert not factor_convolution.usable(op, nn.Parameter(x), s, r, frame())
     for settings in ({"padding": "same"}, {"padding": 1, "padding_mode": "reflect"}):
         net = sb.bayesianize(nn.Sequential(nn.Conv2d(4, 6, 3, **settings)), sb.BatchEnsemble(2)).to(DEVICE)
-        assert not between.usable(net[0], x, s, r, frame())
+        assert not factor_convolution.usable(net[0], x, s, r, frame())
         assert sb.draw(net, x[:3]).shape[0] == 2
     up = sb.bayesianize(nn.Sequential(nn.ConvTranspose2d(4, 6, 3)), sb.BatchEnsemble(2)).to(DEVICE)
-    assert not between.usable(up[0], x, s, r, frame())
+    assert not factor_convolution.usable(up[0], x, s, r, frame())
 
 
 def network(method, bias):
@@ -242,7 +245,7 @@ def gradients(net, x, call=None, seed=3):
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_network(method, bias, monkeypatch):
-    monkeypatch.setattr(bulk, "DEVICES", (DEVICE.type,))
+    monkeypatch.setattr(factor_groups, "DEVICES", (DEVICE.type,))
     monkeypatch.setattr(sb.draws, "DEVICES", (DEVICE.type,))
     net = network(method, bias)
     x = torch.randn(3, 3, 6, 6, device=DEVICE)
@@ -253,7 +256,7 @@ def test_a_network(method, bias, monkeypatch):
     hook.remove()
     assert calls == [(6, 4, 2, 2)]
     with monkeypatch.context() as patch:
-        patch.setattr(between, "usable", lambda *_: False)
+        patch.setattr(factor_convolution, "usable", lambda *_: False)
         same(found, gradients(net, x), rtol=1e-4, atol=1e-5)
     with fast_paths(rows=False):
         same(found, gradients(net, x), rtol=1e-4, atol=1e-5)
@@ -328,7 +331,7 @@ def test_what_is_saved_may_come_back_with_other_strides(fused):
 
     def run(hooks):
         with hooks:
-            y = between.convolved(op, x, s, r) if fused else scale_rows(x, s)
+            y = factor_convolution.convolved(op, x, s, r) if fused else scale_rows(x, s)
         return torch.autograd.grad(y.square().sum(), (x, s))
 
     dropped = torch.autograd.graph.saved_tensors_hooks(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slimbayes.kernels import launch
+from slimbayes.accelerate.gpu import launch
 
 
 class Kernel:

@@ -11,10 +11,10 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes import fast_paths
-from slimbayes.apply import bulk
-from slimbayes.context import SEES_CHECKPOINTS
-from slimbayes.kernels import drawn
-from slimbayes.kernels.factors import sample_factors
+from slimbayes.accelerate import factor_groups
+from slimbayes.accelerate.gpu import factor_samples
+from slimbayes.accelerate.gpu.factors import sample_factors
+from slimbayes.core.context import SEES_CHECKPOINTS
 
 SETTINGS = (1, 3, "normal", None, torch.float32)
 
@@ -36,7 +36,9 @@ def test_twin(family, clip, triton, dtype):
     locs, rhos = parameters(dtype)
     seed = torch.tensor([7], device=DEVICE)
     with fast_paths(triton=triton):
-        found = drawn.samples(drawn.join_all(locs, rhos), [5, 1, 8], seed, 2, 3, family, clip, dtype)
+        found = factor_samples.samples(
+            factor_samples.join_all(locs, rhos), [5, 1, 8], seed, 2, 3, family, clip, dtype
+        )
         exact = sample_factors(locs, rhos, seed, 2, 3, family, clip)
         grads = [torch.randn_like(one) for one in exact]
         for one, other in zip(found, exact, strict=True):
@@ -51,22 +53,31 @@ def test_twin(family, clip, triton, dtype):
 def test_a_sample_that_nobody_uses_and_a_frozen_parameter():
     locs, rhos = parameters()
     rhos[1].requires_grad_(False)
-    found = drawn.samples(drawn.join_all(locs, rhos), [5, 1, 8], torch.tensor([7], device=DEVICE), *SETTINGS)
+    found = factor_samples.samples(
+        factor_samples.join_all(locs, rhos), [5, 1, 8], torch.tensor([7], device=DEVICE), *SETTINGS
+    )
     wanted = [*locs, rhos[0], rhos[2]]
     grads = torch.autograd.grad(found[2].sum(), wanted)
     assert [bool(grad.any()) for grad in grads] == [False, False, True, False, True]
     with pytest.raises(ValueError, match="family"):
-        drawn.samples(
-            drawn.join_all(locs, rhos), [5, 1, 8], torch.tensor([7]), 1, 3, "uniform", None, torch.float32
+        factor_samples.samples(
+            factor_samples.join_all(locs, rhos),
+            [5, 1, 8],
+            torch.tensor([7]),
+            1,
+            3,
+            "uniform",
+            None,
+            torch.float32,
         )
 
 
 def test_gradients_meet_at_one_node():
     locs, rhos = parameters()
     first = nn.Identity()
-    joint = drawn.join_all(locs, rhos)
-    drawn.keep(first, joint)
-    loc, rho = drawn.again(first, locs, rhos)
+    joint = factor_samples.join_all(locs, rhos)
+    factor_samples.keep(first, joint)
+    loc, rho = factor_samples.again(first, locs, rhos)
     assert torch.equal(loc, joint.loc) and torch.equal(rho, joint.rho)
     assert loc.grad_fn.next_functions[0][0] is joint.loc.grad_fn
     total = (loc.square() + rho).sum() + joint.loc.sum()
@@ -74,15 +85,15 @@ def test_gradients_meet_at_one_node():
         assert torch.equal(one, torch.ones_like(one))
     for one, other in zip(torch.autograd.grad(total, locs), locs, strict=True):
         torch.testing.assert_close(one, 2 * other + 1)
-    assert drawn.again(first, locs, rhos) is None  # for one use
+    assert factor_samples.again(first, locs, rhos) is None  # for one use
 
 
 def test_values_are_those_of_now():
     locs, rhos = parameters()
     first = nn.Identity()
-    drawn.keep(first, drawn.join_all(locs, rhos))
+    factor_samples.keep(first, factor_samples.join_all(locs, rhos))
     locs[0].data.fill_(3.0)  # leaves no trace in the version
-    loc, _ = drawn.again(first, locs, rhos)
+    loc, _ = factor_samples.again(first, locs, rhos)
     assert torch.equal(loc[:10], torch.full((10,), 3.0, device=DEVICE))
 
 
@@ -91,24 +102,24 @@ def test_other_parameters_are_not_taken_for_those_of_the_draw():
     first = nn.Identity()
 
     def kept():
-        drawn.keep(first, drawn.join_all(locs, rhos))
+        factor_samples.keep(first, factor_samples.join_all(locs, rhos))
 
     kept()
-    assert drawn.again(first, locs[:2], rhos[:2]) is None
+    assert factor_samples.again(first, locs[:2], rhos[:2]) is None
     kept()
-    assert drawn.again(first, [*locs[:2], locs[2].detach().clone()], rhos) is None
+    assert factor_samples.again(first, [*locs[:2], locs[2].detach().clone()], rhos) is None
     kept()
     with torch.no_grad():
-        assert drawn.again(first, locs, rhos) is None
+        assert factor_samples.again(first, locs, rhos) is None
     kept()
     rhos[0].requires_grad_(False)
-    assert drawn.again(first, locs, rhos) is None
-    assert not drawn.joinable([torch.zeros(1), type("Own", (torch.Tensor,), {})([1.0])])
+    assert factor_samples.again(first, locs, rhos) is None
+    assert not factor_samples.joinable([torch.zeros(1), type("Own", (torch.Tensor,), {})([1.0])])
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(bulk, "DEVICES", (DEVICE.type,))
+    monkeypatch.setattr(factor_groups, "DEVICES", (DEVICE.type,))
     monkeypatch.setattr(sb.draws, "DEVICES", (DEVICE.type,))
     with fast_paths(native=False):
         yield
@@ -132,7 +143,7 @@ def step(net, draws=1):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"posterior": "cauchy", "prior": sb.priors.Cauchy(1.0, 0.1)}, {"clip": 1.1}],
+    [{}, {"posterior": "cauchy", "prior": sb.Cauchy(1.0, 0.1)}, {"clip": 1.1}],
     ids=["normal", "cauchy", "clip"],
 )
 @pytest.mark.parametrize("draws", [1, 2])
@@ -140,7 +151,7 @@ def test_steps(settings, draws, as_on_a_gpu, monkeypatch):
     net = network(**settings)
     step(net)
     found = step(net, draws)
-    monkeypatch.setattr(drawn, "joinable", lambda _: False)
+    monkeypatch.setattr(factor_samples, "joinable", lambda _: False)
     for one, other in zip(found, step(net, draws), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -222,9 +233,9 @@ def test_vectorised_gradients(as_on_a_gpu):
 def test_parameters_that_are_computed_are_not_held(as_on_a_gpu):
     net = network()
     given = {name: p * 1.0 for name, p in net.named_parameters()}
-    drawn._LAST.clear()
+    factor_samples._LAST.clear()
     torch.func.functional_call(Drawing(net), {f"net.{n}": p for n, p in given.items()}, torch.randn(3, 4))
-    assert len(drawn._LAST) == 0
+    assert len(factor_samples._LAST) == 0
 
 
 class Drawing(nn.Module):

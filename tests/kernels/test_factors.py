@@ -9,8 +9,8 @@ import torch
 from helpers_kernels import DEVICE, needs_kernels
 
 from slimbayes import fast_paths
-from slimbayes.kernels import factors
-from slimbayes.posteriors import positive
+from slimbayes.accelerate.gpu import factors
+from slimbayes.core.posteriors import positive
 
 FAMILIES = ["normal", "cauchy", "lognormal", "halfcauchy", "delta"]
 KERNEL = [pytest.param(True, marks=needs_kernels, id="kernel"), pytest.param(False, id="plain")]

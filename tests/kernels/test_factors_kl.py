@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimbayes import distributions as d
-from slimbayes.kernels.factors_kl import factors_kl
-from slimbayes.kl import total_kl
-from slimbayes.posteriors import positive
+from slimbayes.accelerate.gpu.factors_kl import factors_kl
+from slimbayes.core import distributions as d
+from slimbayes.core.kl import total_kl
+from slimbayes.core.posteriors import positive
 
 TYPES = {"normal": d.Normal, "lognormal": d.LogNormal, "cauchy": d.Cauchy, "halfcauchy": d.HalfCauchy}
 

@@ -8,9 +8,9 @@ from helpers_kernels import DEVICE, needs_kernels
 from torch.nn import functional as F
 
 import slimbayes as sb
-from slimbayes.apply.rows import row_product
-from slimbayes.fusing_first import fuse_first
-from slimbayes.kernels.first import scaled_conv
+from slimbayes.accelerate.compile.first_fusion import fuse_first
+from slimbayes.accelerate.gpu.first_convolution import scaled_conv
+from slimbayes.accelerate.row_factors import row_product
 
 CASES = [  # rows, channels, size, outputs, kernel, stride, padding
     (3, 3, (14, 18), 20, (7, 7), (2, 2), (3, 3)),

@@ -8,13 +8,13 @@ import sys
 import torch
 
 from slimbayes import fast_paths
-from slimbayes.kernels import available
+from slimbayes.accelerate.gpu import available
 
 
 def test_programs_are_imported_late():
     code = (
-        "import sys, slimbayes, slimbayes.kernels.rows, slimbayes.kernels.factors, slimbayes.kernels.weights\n"
-        "sys.exit('slimbayes.kernels.programs' in sys.modules)"
+        "import sys, slimbayes\nfrom slimbayes.accelerate.gpu import rows, factors, weights\n"
+        "sys.exit('slimbayes.accelerate.gpu.programs' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -9,10 +9,10 @@ import torch
 from helpers_kernels import DEVICE, needs_kernels
 
 from slimbayes import fast_paths
-from slimbayes.apply.local import add_thin_noise, thin_factors
-from slimbayes.kernels import local_launch as local
-from slimbayes.kernels.local import local_noise, thin_local, thin_squares
-from slimbayes.kernels.local_launch import Tile
+from slimbayes.accelerate.gpu import local_launch as local
+from slimbayes.accelerate.gpu.local import local_noise, thin_local, thin_squares
+from slimbayes.accelerate.gpu.local_launch import Tile
+from slimbayes.core.rules.local import add_thin_noise, thin_factors
 
 KERNEL = [pytest.param(True, marks=needs_kernels, id="kernel"), pytest.param(False, id="plain")]
 SEED = torch.tensor([-987654321987654321], device=DEVICE)

@@ -9,7 +9,7 @@ import torch
 from helpers_kernels import DEVICE, needs_kernels
 
 from slimbayes import fast_paths
-from slimbayes.kernels.noise import packed_signs, philox_noise
+from slimbayes.accelerate.gpu.noise import packed_signs, philox_noise
 
 KERNEL = [pytest.param(True, marks=needs_kernels, id="kernel"), pytest.param(False, id="plain")]
 SEED = torch.tensor([2**61 + 12345], device=DEVICE)

@@ -8,7 +8,7 @@ from helpers_kernels import DEVICE, needs_kernels
 from torch.nn import functional as F
 
 import slimbayes as sb
-from slimbayes.kernels.norm import norm_rows
+from slimbayes.accelerate.gpu.norm import norm_rows
 
 CASES = [
     (True, True, True),

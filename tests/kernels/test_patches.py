@@ -8,8 +8,8 @@ from helpers_kernels import DEVICE
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.apply import bulk
-from slimbayes.kernels.patches import choose_patches
+from slimbayes.accelerate import factor_groups
+from slimbayes.accelerate.gpu.patches import choose_patches
 
 
 def points(components: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -59,8 +59,8 @@ def test_what_nobody_reads_has_gradient_zero() -> None:
 @pytest.mark.parametrize("method", [sb.EMP(components=3), sb.ECMP(components=3)], ids=["emp", "ecmp"])
 def test_a_network_takes_the_patches_chosen_before_it_ran(method, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = DEVICE.type
-    monkeypatch.setattr(bulk, "DEVICES", (kind,))
-    monkeypatch.setattr("slimbayes.draws.DEVICES", (kind,))
+    monkeypatch.setattr(factor_groups, "DEVICES", (kind,))
+    monkeypatch.setattr("slimbayes.core.passes.DEVICES", (kind,))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).to(DEVICE)
     model = sb.bayesianize(net, method)

@@ -8,9 +8,9 @@ from helpers_kernels import DEVICE, needs_kernels
 from torch.nn import functional as F
 
 import slimbayes as sb
-from slimbayes.kernels.norm_launch import pieces
-from slimbayes.kernels.norm_sum import norm_sum_rows
-from slimbayes.kernels.sum_norm import sum_norm_rows
+from slimbayes.accelerate.gpu.norm_launch import pieces
+from slimbayes.accelerate.gpu.norm_sum import norm_sum_rows
+from slimbayes.accelerate.gpu.sum_norm import sum_norm_rows
 
 Tensors = dict[str, torch.Tensor]
 SHAPES = [(6, 5, 3), (3, 40, 1), (5, 130, 9), (2, 64, 16)]  # rows, channels, height

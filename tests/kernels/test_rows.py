@@ -7,7 +7,7 @@ import torch
 from helpers_kernels import DEVICE, needs_kernels
 
 from slimbayes import fast_paths
-from slimbayes.kernels import rows
+from slimbayes.accelerate.gpu import rows
 
 pytestmark = needs_kernels
 

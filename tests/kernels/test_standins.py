@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slimbayes as sb
 from slimbayes import fast_paths
-from slimbayes.apply import between
-from slimbayes.apply import rows as apply_rows
-from slimbayes.kernels import launch, rows
+from slimbayes.accelerate import row_factors as apply_rows
+from slimbayes.accelerate.gpu import factor_convolution, launch, rows
 
 pytestmark = pytest.mark.skipif(rows.available(DEVICE), reason="the kernels themselves run here")
 
@@ -75,7 +74,7 @@ def standing_in(monkeypatch):
     )
     monkeypatch.setattr(rows, "_programs", lambda: programs)
     monkeypatch.setattr(launch, "_direct", False)
-    for module in (rows, between):
+    for module in (rows, factor_convolution):
         monkeypatch.setattr(module, "available", lambda device: True)
     monkeypatch.setattr(apply_rows, "on_gpu", lambda x: True)
     monkeypatch.setattr(apply_rows, "cuda_kernel", lambda: rows.scale_rows)
@@ -116,7 +115,7 @@ def test_a_convolution_goes_back_in_the_layout_it_came_in():
     op = between_tests.layer()
     x, s, r = between_tests.tensors(op, channels_last=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.contiguous(), lambda saved: saved):
-        y = between.convolved(op, x, s, r)
+        y = factor_convolution.convolved(op, x, s, r)
     with Layouts():
         y.square().sum().backward()
     assert layouts == [[True, True]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers_kernels import DEVICE, needs_kernels
 
-from slimbayes.kernels.totals import totals
-from slimbayes.kernels.waves import multiprocessors, rows_per_program
+from slimbayes.accelerate.gpu.totals import totals
+from slimbayes.accelerate.gpu.waves import multiprocessors, rows_per_program
 
 
 @needs_kernels

@@ -8,21 +8,21 @@ from helpers_kernels import DEVICE, needs_kernels
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import fusing
-from slimbayes.apply import bulk
-from slimbayes.apply.rows import row_product
-from slimbayes.fusing_first import fuse_first
-from slimbayes.kernels import launch, warming
-from slimbayes.models import WideResNet
-from slimbayes.models.resnet import resnet18
+from slimbayes.accelerate import factor_groups
+from slimbayes.accelerate.compile import norm_fusion
+from slimbayes.accelerate.compile.first_fusion import fuse_first
+from slimbayes.accelerate.gpu import launch, warm_up
+from slimbayes.accelerate.row_factors import row_product
+from slimbayes.lab.models import WideResNet
+from slimbayes.lab.models.resnet import resnet18
 
 KIND = DEVICE.type
 
 
 def traced(method, monkeypatch: pytest.MonkeyPatch, build, size: int):
     """Run one step whose graph is executed node by node; the calls foreseen, and those made."""
-    monkeypatch.setattr(bulk, "DEVICES", (KIND,))
-    monkeypatch.setattr("slimbayes.draws.DEVICES", (KIND,))
+    monkeypatch.setattr(factor_groups, "DEVICES", (KIND,))
+    monkeypatch.setattr("slimbayes.core.passes.DEVICES", (KIND,))
     torch._dynamo.reset()
     torch.compiler.allow_in_graph(row_product)
     torch.manual_seed(0)
@@ -33,16 +33,16 @@ def traced(method, monkeypatch: pytest.MonkeyPatch, build, size: int):
     made: dict = {}
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> object:
-        assert fusing.fuse_norms(module.graph, (KIND,)) and fuse_first(module.graph, (KIND,))
+        assert norm_fusion.fuse_norms(module.graph, (KIND,)) and fuse_first(module.graph, (KIND,))
         module.recompile()
-        foreseen.extend(warming.kernel_calls(module.graph))
+        foreseen.extend(warm_up.kernel_calls(module.graph))
         return module.forward
 
     start = launch._start
 
     def noted(kernel, programs, device, args, meta) -> None:
         kinds = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args]
-        made[(id(kernel), *map(warming._kind, kinds), *meta.items())] = kernel
+        made[(id(kernel), *map(warm_up._kind, kinds), *meta.items())] = kernel
         start(kernel, programs, device, args, meta)
 
     def objective(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def traced(method, monkeypatch: pytest.MonkeyPatch, build, size: int):
 
     monkeypatch.setattr(launch, "_start", noted)
     torch.compile(objective, backend=backend, fullgraph=True)(x, y).backward()
-    keys = {(id(kernel), *map(warming._kind, args), *meta.items()) for kernel, args, meta in foreseen}
+    keys = {(id(kernel), *map(warm_up._kind, args), *meta.items()) for kernel, args, meta in foreseen}
     return keys, made
 
 
@@ -75,8 +75,8 @@ def test_nothing_is_compiled_without_a_gpu() -> None:
     x = graph.placeholder("x")
     x.meta["example_value"] = torch.zeros(2)
     graph.output(x)
-    assert warming.kernel_calls(graph) == []
-    with warming.warmed(graph):
+    assert warm_up.kernel_calls(graph) == []
+    with warm_up.warmed(graph):
         pass
 
 
@@ -85,11 +85,11 @@ def test_what_fails_while_warming_is_not_reported(monkeypatch: pytest.MonkeyPatc
         def warmup(self, *args, **meta) -> None:
             raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(warming, "_device", lambda graph: torch.device("cuda", 0))
-    monkeypatch.setattr(warming, "available", lambda device: True)
-    monkeypatch.setattr(warming, "INTERPRETED", False)
-    monkeypatch.setattr(warming, "_enter", lambda index: None)
-    monkeypatch.setattr(warming, "kernel_calls", lambda graph: [(Broken(), (), {})])
-    with warming.warmed(torch.fx.Graph()):
+    monkeypatch.setattr(warm_up, "_device", lambda graph: torch.device("cuda", 0))
+    monkeypatch.setattr(warm_up, "available", lambda device: True)
+    monkeypatch.setattr(warm_up, "INTERPRETED", False)
+    monkeypatch.setattr(warm_up, "_enter", lambda index: None)
+    monkeypatch.setattr(warm_up, "kernel_calls", lambda graph: [(Broken(), (), {})])
+    with warm_up.warmed(torch.fx.Graph()):
         ran = nn.Identity()(3)
     assert ran == 3 and launch.RECORDER.calls is None

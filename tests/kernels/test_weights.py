@@ -10,10 +10,10 @@ from helpers_kernels import DEVICE, needs_kernels
 from torch.nn import functional as F
 
 from slimbayes import fast_paths
-from slimbayes.kernels import weight_launch
-from slimbayes.kernels.weight_launch import Tile
-from slimbayes.kernels.weight_ops import FORMS
-from slimbayes.kernels.weights import ktied_weight, meanfield_weight
+from slimbayes.accelerate.gpu import weight_launch
+from slimbayes.accelerate.gpu.weight_launch import Tile
+from slimbayes.accelerate.gpu.weight_operations import FORMS
+from slimbayes.accelerate.gpu.weights import ktied_weight, meanfield_weight
 
 KERNEL = [pytest.param(True, marks=needs_kernels, id="kernel"), pytest.param(False, id="plain")]
 SEED = torch.tensor([-987654321987654321], device=DEVICE)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.func import functional_call
 
 import slimbayes as sb
-from slimbayes.apply.rank1 import Rank1Rule
-from slimbayes.context import Draw, activate
+from slimbayes.core.context import Draw, activate
+from slimbayes.core.rules.rank1 import Rank1Rule
 
 pytestmark = pytest.mark.oldest
 

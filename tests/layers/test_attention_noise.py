@@ -6,9 +6,9 @@ from helpers_attention import BATCH, HEADS, SEPARATE, SIZE, Attended, inputs
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.apply import dropped as dropping
-from slimbayes.posteriors import positive
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.core.posteriors import positive
+from slimbayes.core.rules import dropout as dropping
 
 ONE_FUNCTION = {
     "meanfield": lambda: sb.MeanField(stddev_init=0.3),

@@ -9,7 +9,7 @@ from helpers_networks import quiet
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.record import converted_layers, find_record
+from slimbayes.core.conversion import converted_layers, find_record
 
 METHODS = {
     "rank1": sb.Rank1(components=2),

@@ -10,8 +10,8 @@ from torch import nn
 from torch.func import functional_call
 
 import slimbayes as sb
-from slimbayes.apply.rank1 import Rank1Rule
-from slimbayes.context import RowError
+from slimbayes.core.context import RowError
+from slimbayes.core.rules.rank1 import Rank1Rule
 
 ONES = {"random_sign_init": 1.0}  # all factors at 1
 METHODS = {

@@ -9,8 +9,8 @@ from helpers_sequences import BATCH, CELLS, HIDDEN, LAYERS, SIZE, Looped, Sequen
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.apply import lstm
-from slimbayes.posteriors import positive
+from slimbayes.accelerate.cpu import lstm_layer
+from slimbayes.core.posteriors import positive
 
 METHODS = {
     "meanfield": lambda: sb.MeanField(stddev_init=0.3),
@@ -150,7 +150,7 @@ def test_blocks_of_steps(monkeypatch, steps, reverse):
     rows = 2 * 2 * 4 * HIDDEN
     results = []
     for length in (100, 1, 2, 3):
-        monkeypatch.setattr(lstm, "_BLOCK", length * rows)
+        monkeypatch.setattr(lstm_layer, "_BLOCK", length * rows)
         draws = sb.draw(model, x, seed=1)
         grads = torch.autograd.grad(draws.square().sum(), [x, *model.parameters()], allow_unused=True)
         results.append([draws, *[g for g in grads if g is not None]])
@@ -166,7 +166,7 @@ def test_parts_of_rows(monkeypatch, rows, packed):
     model = convert(Sequences(bidirectional=True, batch_first=True, num_layers=2), "rank1").eval()
     given = (inputs(5), torch.tensor([5, 2, 3, 5, 1])) if packed else (inputs(5),)
     whole = sb.draw(model, *given, samples=2, seed=1)
-    monkeypatch.setattr(lstm, "_PART", rows * 4 * HIDDEN)
+    monkeypatch.setattr(lstm_layer, "_PART", rows * 4 * HIDDEN)
     for late in (True, False):
         with torch.no_grad(), sb.fast_paths(late=late):
             parts = sb.draw(model, *given, samples=2, seed=1)

@@ -8,8 +8,8 @@ from helpers_sequences import BATCH, HIDDEN, LAYERS, SIZE, Looped, Sequences, in
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.context import current_draw
-from slimbayes.record import converted_layers, find_record
+from slimbayes.core.context import current_draw
+from slimbayes.core.conversion import converted_layers, find_record
 
 METHODS = {
     "rank1": sb.Rank1(components=2),

@@ -11,8 +11,8 @@ from helpers_metrics import close, problem
 
 import slimbayes as sb
 from slimbayes import metrics
-from slimbayes.data.base import Scaling
-from slimbayes.data.corruptions import CORRUPTIONS
+from slimbayes.containers.datasets import Scaling
+from slimbayes.lab.data.corruptions import CORRUPTIONS
 
 
 def test_disagreement_against_brute_force():

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from slimbayes.lab.networks.initialization import he_normal_
 from torch import Tensor, nn
 
-from slimbayes.models import (
+from slimbayes.lab.models import (
     MLP,
     DeepMLP,
     LeNet,
@@ -21,8 +22,7 @@ from slimbayes.models import (
     resnet50,
     wrn28_10,
 )
-from slimbayes.models._init import he_normal_
-from slimbayes.models.pyramidnet import pyramid_widths
+from slimbayes.lab.models.pyramidnet import pyramid_widths
 
 Build = Callable[[], Any]
 

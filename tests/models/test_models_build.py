@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.models import default_network
-from slimbayes.models.build import NETWORKS, DenseNet, build
-from slimbayes.specs import network_builder
+from slimbayes.lab.models import default_network
+from slimbayes.lab.models.build import NETWORKS, DenseNet, build
+from slimbayes.lab.models.text import network_builder
 
 SMALL = {
     "dense": {"hidden": (6,)},

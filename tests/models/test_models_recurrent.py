@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.data import Bagging, Events, RecordBatches, Records
-from slimbayes.data.records import bag
-from slimbayes.models import RecordNet, TextLSTM, build
-from slimbayes.models.record_net import embedding_size
+from slimbayes.lab.data import Bagging, Events, RecordBatches, Records
+from slimbayes.lab.data.records import bag
+from slimbayes.lab.models import RecordNet, TextLSTM, build
+from slimbayes.lab.models.record_net import embedding_size
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -178,9 +178,9 @@ def test_fit_takes_the_batches():
 @pytest.mark.filterwarnings("ignore:.*left alone")
 def test_a_run_on_texts(tmp_path):
     pytest.importorskip("lightning")
-    from slimbayes.compare import evaluate_run
-    from slimbayes.config import RunConfig
-    from slimbayes.runs import load_run, train_run
+    from slimbayes.lab.compare import evaluate_run
+    from slimbayes.lab.config import RunConfig
+    from slimbayes.lab.runs import load_run, train_run
     from slimbayes.training import Training
 
     rng = np.random.default_rng(0)

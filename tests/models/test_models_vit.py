@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.models.vit import Attention, TransformerBlock, VisionTransformer
+from slimbayes.lab.models.vit import Attention, TransformerBlock, VisionTransformer
 
 
 def small():

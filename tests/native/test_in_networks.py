@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes import native
+from slimbayes.accelerate import cpu
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the C kernels are not compiled")
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="the C kernels are not compiled")
 
 
 def spread_out(model, rho=0.0):

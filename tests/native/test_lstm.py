@@ -9,12 +9,12 @@ import torch
 from helpers_sequences import SIZE, Sequences
 
 import slimbayes as sb
-from slimbayes import native
-from slimbayes.apply import lstm
-from slimbayes.apply.mapped import Mapped
-from slimbayes.native import lstm as kernels
+from slimbayes.accelerate import cpu
+from slimbayes.accelerate.cpu import lstm as kernels
+from slimbayes.accelerate.cpu import lstm_layer
+from slimbayes.core.rules.kernel_map import Mapped
 
-pytestmark = pytest.mark.skipif(native._load() is None, reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(cpu._load() is None, reason="the kernels are not compiled")
 
 NEAR = {"rtol": 1e-5, "atol": 2e-6}
 
@@ -57,9 +57,9 @@ def kernel(rows, size, out, inner, outer, bias):
 
 def outputs(x, h, c, ih, hh, mask, reverse):
     if mask is None:
-        y, last = lstm.run(x, h, c, ih, hh, reverse)
+        y, last = lstm_layer.run(x, h, c, ih, hh, reverse)
     else:
-        y, last = lstm.run_padded(x, h, c, ih, hh, mask, reverse)
+        y, last = lstm_layer.run_padded(x, h, c, ih, hh, mask, reverse)
     return y, *last
 
 
@@ -70,7 +70,7 @@ def outputs(x, h, c, ih, hh, mask, reverse):
 )
 def test_outputs_and_gradients(monkeypatch, reverse, padded, rows, size, steps):
     """With each of the factors and without, inputs and gradients in other orders of axes."""
-    monkeypatch.setattr(lstm, "_BLOCK", 2 * 4 * rows * size)
+    monkeypatch.setattr(lstm_layer, "_BLOCK", 2 * 4 * rows * size)
     for inner, outer, bias in itertools.product((False, True), repeat=3):
         torch.manual_seed(0)
         ih = kernel(rows, 3, 4 * size, inner, outer, bias)
@@ -111,11 +111,13 @@ def test_factors_of_draws_stay_out_of_the_weights(monkeypatch, late, factors):
         for on in (True, False):
             with monkeypatch.context() as patch, torch.no_grad(), sb.fast_paths(late=late, native=True):
                 calls = []
-                forwards = lstm._forwards
-                patch.setattr(lstm, "_PART", part)
-                patch.setattr(lstm, "_forwards", lambda *given, f=forwards, c=calls: c.append(1) or f(*given))
+                forwards = lstm_layer._forwards
+                patch.setattr(lstm_layer, "_PART", part)
+                patch.setattr(
+                    lstm_layer, "_forwards", lambda *given, f=forwards, c=calls: c.append(1) or f(*given)
+                )
                 if not on:
-                    patch.setattr(lstm, "by_lines", lambda *given: False)
+                    patch.setattr(lstm_layer, "by_lines", lambda *given: False)
                 results.append(sb.draw(model, x, samples=3, seed=1, noise="shared"))
                 assert bool(calls) == on
         for a, b in zip(*results, strict=True):

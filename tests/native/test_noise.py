@@ -10,19 +10,20 @@ import torch
 from scipy import stats
 
 import slimbayes as sb
-from slimbayes import native, noise
+from slimbayes.accelerate import cpu
+from slimbayes.core import noise
 
-SOURCES = Path(native.__file__).parent
+SOURCES = Path(cpu.__file__).parent
 CHUNK, BLOCK, LANES = 16384, 1024, 64
 needs_kernels = pytest.mark.skipif(
-    native._load() is None, reason="no compiled kernels: no C compiler was at hand"
+    cpu._load() is None, reason="no compiled kernels: no C compiler was at hand"
 )
 CUMULATIVE = {"normal": stats.norm.cdf, "uniform": stats.uniform.cdf, "cauchy": stats.cauchy.cdf}
 
 
 def made(kind, count, seed=11, stream=0):
     out = torch.full((count,), float("nan"))
-    assert native.noise(out, kind, seed, stream)
+    assert cpu.noise(out, kind, seed, stream)
     return out
 
 
@@ -83,7 +84,7 @@ class TestNumbers:
 
 @needs_kernels
 class TestFunctionOfItsKey:
-    @pytest.mark.parametrize("kind", native.KINDS)
+    @pytest.mark.parametrize("kind", cpu.KINDS)
     @pytest.mark.parametrize("count", [1, 63, 1023, 1025, CHUNK - 1, CHUNK + 1, 5 * CHUNK + 7])
     def test_threads(self, kind, count):
         before = torch.get_num_threads()
@@ -96,7 +97,7 @@ class TestFunctionOfItsKey:
             torch.set_num_threads(before)
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
-    @pytest.mark.parametrize("kind", native.KINDS)
+    @pytest.mark.parametrize("kind", cpu.KINDS)
     def test_a_shorter_piece_is_its_beginning(self, kind):
         whole = made(kind, 3 * CHUNK)
         for count in (1, 100, BLOCK, CHUNK, CHUNK + 3):
@@ -104,11 +105,11 @@ class TestFunctionOfItsKey:
 
     def test_nothing_is_written_past_the_end(self):
         out = torch.full((2000,), 9.0)
-        native.noise(out[:1500], "normal", 3)
+        cpu.noise(out[:1500], "normal", 3)
         assert (out[1500:] == 9.0).all() and not (out[:1500] == 9.0).any()
 
     def test_no_numbers(self):
-        assert native.noise(torch.empty(0), "normal", 3)
+        assert cpu.noise(torch.empty(0), "normal", 3)
 
     def test_torchs_generator_governs_fresh_noise(self):
         like = ((5000,), torch.float32, torch.device("cpu"))
@@ -122,19 +123,19 @@ class TestWithoutKernels:
     def test_turned_off(self):
         out = torch.zeros(3)
         with sb.fast_paths(native=False):
-            assert native.library() is None and not native.noise(out, "normal", 1)
+            assert cpu.library() is None and not cpu.noise(out, "normal", 1)
         assert (out == 0).all()
 
     def test_no_library(self, monkeypatch):
-        monkeypatch.setattr(native, "_load", lambda: None)
-        assert not native.noise(torch.zeros(3), "normal", 1)
+        monkeypatch.setattr(cpu, "_load", lambda: None)
+        assert not cpu.noise(torch.zeros(3), "normal", 1)
         torch.manual_seed(0)
         x = noise.fresh_noise("normal", (1 << 17,), torch.float32, torch.device("cpu"))
         assert abs(x.std().item() - 1) < 0.02
 
     def test_a_library_of_other_sources(self, monkeypatch):
-        monkeypatch.setitem(native._ARGUMENTS, "slimbayes_no_such_function", [])
-        assert native._load.__wrapped__() is None
+        monkeypatch.setitem(cpu._ARGUMENTS, "slimbayes_no_such_function", [])
+        assert cpu._load.__wrapped__() is None
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")

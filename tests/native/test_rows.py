@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes import fast, native
-from slimbayes.apply import atonce, swept
-from slimbayes.context import Draw, activate
-from slimbayes.native import rows as kernels
+from slimbayes.accelerate import cpu, factor_samples, switches
+from slimbayes.accelerate.cpu import factor_sweep
+from slimbayes.accelerate.cpu import rows as kernels
+from slimbayes.core.context import Draw, activate
 
-pytestmark = pytest.mark.skipif(native._load() is None, reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(cpu._load() is None, reason="the kernels are not compiled")
 
 F64 = torch.float64
 # Sums of n float32 products: √n roundings of half a unit each, and the factor's own few.
@@ -175,9 +175,9 @@ def test_scales_far_out():
 def test_kl_and_its_gradients(scale):
     locs = [torch.randn(2, 300).requires_grad_(), torch.randn(2, 1).requires_grad_()]
     rhos = [(3 * torch.randn(2, 300)).requires_grad_(), torch.randn(2, 1).requires_grad_()]
-    ours = atonce.normal_kl(locs, rhos, 0.5, scale)
+    ours = factor_samples.normal_kl(locs, rhos, 0.5, scale)
     wide = [p.detach().double().requires_grad_() for p in (*locs, *rhos)]
-    theirs = atonce.normal_kl(wide[:2], wide[2:], 0.5, scale)
+    theirs = factor_samples.normal_kl(wide[:2], wide[2:], 0.5, scale)
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=0)
     (3 * ours).backward()
     (3 * theirs).backward()
@@ -191,7 +191,7 @@ SEED = 77
 @pytest.fixture
 def fixed(monkeypatch):
     """All layers have the same seed, which the references know."""
-    monkeypatch.setattr(swept, "_new_seed", lambda: torch.tensor(SEED))
+    monkeypatch.setattr(factor_sweep, "_new_seed", lambda: torch.tensor(SEED))
 
 
 def reference(layer, x, samples, noise, clip, weight_of=lambda w: w):
@@ -256,9 +256,9 @@ def test_a_layer_against_float64(kind, method, noise, leaf, fixed, monkeypatch):
     x = torch.randn(3 * 2 * 4, *size)
     x = (x.to(**options) if options else x).requires_grad_(leaf)
     used = []
-    original = swept.kernels.product
-    monkeypatch.setattr(swept.kernels, "product", lambda *a: used.append(1) or original(*a))
-    with fast.fast_paths(folded=kind in ("linear", "wide", "tokens")), activate(Draw(3, 2, 4, noise)):
+    original = factor_sweep.kernels.product
+    monkeypatch.setattr(factor_sweep.kernels, "product", lambda *a: used.append(1) or original(*a))
+    with switches.fast_paths(folded=kind in ("linear", "wide", "tokens")), activate(Draw(3, 2, 4, noise)):
         y = layer(x)
     assert used
     grad = torch.randn_like(y)
@@ -432,10 +432,10 @@ def test_no_channels():
 
 def test_switched_off_it_is_the_old_path(monkeypatch):
     model, x = network(), torch.randn(5, 6)
-    monkeypatch.setattr(swept, "seeded", None)
+    monkeypatch.setattr(factor_sweep, "seeded", None)
     with sb.fast_paths(native=False):
         assert sb.draw(model, x).shape == (3, 5, 3)
-    monkeypatch.setattr(native, "_load", lambda: None)  # as without a compiler
+    monkeypatch.setattr(cpu, "_load", lambda: None)  # as without a compiler
     assert sb.draw(model, x).shape == (3, 5, 3)
 
 

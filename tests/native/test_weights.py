@@ -11,17 +11,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes import context, native
-from slimbayes.apply import gathered
-from slimbayes.apply import weights as apply_weights
-from slimbayes.native import weight_ops
-from slimbayes.native import weights as kernel
-from slimbayes.posteriors import positive
-from slimbayes.record import find_record
+from slimbayes.accelerate import cpu, weight_groups
+from slimbayes.accelerate import weight_samples as apply_weights
+from slimbayes.accelerate.cpu import weight_operation
+from slimbayes.accelerate.cpu import weights as kernel
+from slimbayes.core import context
+from slimbayes.core.conversion import find_record
+from slimbayes.core.posteriors import positive
 
-pytestmark = pytest.mark.skipif(
-    native._load() is None, reason="no compiled kernels: no C compiler was at hand"
-)
+pytestmark = pytest.mark.skipif(cpu._load() is None, reason="no compiled kernels: no C compiler was at hand")
 F64 = torch.float64
 CHUNK = 16384
 SHAPES = [
@@ -265,7 +263,7 @@ def same_noise(monkeypatch):
         return kernel.noise_of(like, draws, next(state["seeds"]), 0).view(size)
 
     monkeypatch.setattr(kernel, "new_seed", lambda: next(state["seeds"]))
-    monkeypatch.setattr(gathered, "_parts", parts)
+    monkeypatch.setattr(weight_groups, "_parts", parts)
     monkeypatch.setattr(context, "fresh_noise", fresh_noise)
     restart()
     return restart
@@ -291,13 +289,13 @@ def run(work, model, kernels, restart):
 NAMES = [name for name in works.METHODS if "local" not in name and "capped" not in name]
 
 
-@pytest.mark.parametrize("most", [0, gathered.MOST], ids=["each", "together"])
+@pytest.mark.parametrize("most", [0, weight_groups.MOST], ids=["each", "together"])
 @pytest.mark.parametrize(
     "work", [work for work in works.WORKS if work is not works.checkpointed], ids=lambda work: work.__name__
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_the_twins_numbers(name, work, most, same_noise, unseeded, monkeypatch):
-    monkeypatch.setattr(gathered, "MOST", most)
+    monkeypatch.setattr(weight_groups, "MOST", most)
     model = works.network(works.METHODS[name], torch.float32)
     fast, fast_gradients = run(work, model, True, same_noise)
     plain, plain_gradients = run(work, model, False, same_noise)
@@ -476,7 +474,7 @@ def test_a_spread_of_another_shape_is_left_to_torch():
 
 
 def test_without_the_library(monkeypatch):
-    monkeypatch.setattr(native, "_load", lambda: None)
+    monkeypatch.setattr(cpu, "_load", lambda: None)
     model = works.network(sb.KTied(), torch.float32)
     sb.elbo(sb.draw(model, works.X.float()), works.Y, model, num_data=20).loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
@@ -497,14 +495,16 @@ class TestOperation:
         return tensors, [2, 3, 2], [0.0, 0.3, 0.0], [1.0, 4.0, 0.0], [1.0, 0.0, 0.0], torch.tensor([77]), 2
 
     def test_contract(self):
-        torch.library.opcheck(weight_ops.sampled_weights.overload, self.arguments())
+        torch.library.opcheck(weight_operation.sampled_weights.overload, self.arguments())
 
     def test_values_and_gradients(self):
         tensors, sizes, centres, precisions, pulled, seed, draws = self.arguments()
-        values, total = weight_ops.sampled_weights(tensors, sizes, centres, precisions, pulled, seed, draws)
+        values, total = weight_operation.sampled_weights(
+            tensors, sizes, centres, precisions, pulled, seed, draws
+        )
         (sum(v.sin().sum() for v in values) + 0.3 * total).backward()
         exact = [t.detach().to(F64).requires_grad_() for t in tensors]
-        groups, loss = weight_ops._groups(exact, sizes), 0.0
+        groups, loss = weight_operation._groups(exact, sizes), 0.0
         for i, g in enumerate(groups):
             noise = kernel.noise_of(g[0].float(), draws, 77, i * draws).to(F64)
             sigma = scale(g)
@@ -534,7 +534,7 @@ class TestOperation:
         found = works.gradients(model)
         model.zero_grad(set_to_none=True)
         monkeypatch.setattr(context, "SEES_CHECKPOINTS", True)
-        monkeypatch.setattr("slimbayes.draws.SEES_CHECKPOINTS", True)
+        monkeypatch.setattr("slimbayes.core.passes.SEES_CHECKPOINTS", True)
         expected, expected_kl = step(x, y)
         expected.backward()
         torch.testing.assert_close((loss, kl), (expected, expected_kl), rtol=1e-5, atol=1e-5)

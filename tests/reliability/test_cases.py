@@ -8,7 +8,7 @@ import slimbayes as sb
 from reliability.cases import judging
 from reliability.cases.groups import GROUPS, counts
 from reliability.cases.running import BLOCK, run_group
-from slimbayes.apply.rank1 import Rank1Rule
+from slimbayes.core.rules.rank1 import Rank1Rule
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -66,8 +66,8 @@ def test_what_was_measured_holds():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A run that has ended."""
-    from slimbayes.config import RunConfig
-    from slimbayes.runs import train_run
+    from slimbayes.lab.config import RunConfig
+    from slimbayes.lab.runs import train_run
     from slimbayes.training import Training
 
     folder = tmp_path_factory.mktemp("faults") / "run"

@@ -12,7 +12,7 @@ def test_smaller_passes_give_what_one_gives():
 
 
 def test_passes_with_other_noise_are_seen(monkeypatch):
-    predicting = sys.modules["slimbayes.predict"]
+    predicting = sys.modules["slimbayes.core.predict"]
     real = predicting.draw_flat
 
     def shifted(model, part, count, noise, seed, place, first_sample, **more):

@@ -8,9 +8,9 @@ import pytest
 from experiments.helpers_results import ENTRIES, document, drawn
 from report.helpers_results import METHODS, classification, regression
 
-from slimbayes.experiments import write_result
-from slimbayes.experiments.pages import write_pages
-from slimbayes.report import write_report
+from slimbayes.lab.experiments import write_result
+from slimbayes.lab.experiments.pages import write_pages
+from slimbayes.lab.report import write_report
 
 selenium = pytest.importorskip("selenium")
 CHROME, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")

@@ -8,9 +8,9 @@ from experiments.helpers_results import ENTRIES, drawn
 from helpers_html import Tree
 from report.helpers_results import METHODS, classification
 
-from slimbayes.experiments import write_result
-from slimbayes.experiments.pages import HTML, write_pages
-from slimbayes.report import write_report
+from slimbayes.lab.experiments import write_result
+from slimbayes.lab.experiments.pages import HTML, write_pages
+from slimbayes.lab.report import write_report
 
 pytest.importorskip("PIL.Image")
 MARK = "zzinjected"

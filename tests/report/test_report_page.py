@@ -15,10 +15,10 @@ import pytest
 from helpers_html import EVIL, Tree
 from report.helpers_results import ALL, METHODS, SHIFTS, classification, picture, regression
 
-from slimbayes.report import ReportError, summary_rows, write_report, write_results
-from slimbayes.report.examples import picture as picture_png
-from slimbayes.report.panels import png, themed, tidy
-from slimbayes.report.uncertainty import pooled
+from slimbayes.lab.report import ReportError, summary_rows, write_report, write_results
+from slimbayes.lab.report.examples import picture as picture_png
+from slimbayes.lab.report.panels import png, themed, tidy
+from slimbayes.lab.report.uncertainty import pooled
 
 PIL = pytest.importorskip("PIL.Image")
 FEW = [METHODS[0], METHODS[1], METHODS[3]]
@@ -236,13 +236,13 @@ def test_figures_leave_matplotlib_alone(tmp_path):
     """No pyplot, no figure kept open, no setting changed, and slimbayes itself imports no matplotlib."""
     code = """
 import sys
-import slimbayes.report
+import slimbayes.lab.report
 assert "matplotlib" not in sys.modules
 import matplotlib
 settings = lambda: {k: matplotlib.rcParams[k] for k in matplotlib.rcParams if k != "backend"}
 before = settings()
 from report.helpers_results import classification, METHODS
-slimbayes.report.write_report(classification(seeds=1, methods=METHODS[:1], shifts=[]), sys.argv[1])
+slimbayes.lab.report.write_report(classification(seeds=1, methods=METHODS[:1], shifts=[]), sys.argv[1])
 assert "matplotlib.pyplot" not in sys.modules
 assert settings() == before
 """

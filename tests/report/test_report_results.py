@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from report.helpers_results import ALL, METHODS, classification
 
-from slimbayes.report import ReportError, Results, merge_results, read_results, write_results
-from slimbayes.report.results import number, plain
+from slimbayes.lab.report import ReportError, Results, merge_results, read_results, write_results
+from slimbayes.lab.report.results import number, plain
 
 
 def small(**options):

@@ -8,9 +8,9 @@ import pytest
 from report.helpers_results import ALL, classification, regression
 from rich.console import Console
 
-from slimbayes.report import Results, markdown_summary, print_summary, summary_rows, verdict
-from slimbayes.report.statistics import Stat, cells, stat
-from slimbayes.report.tables import best, columns, csv_summary
+from slimbayes.lab.report import Results, markdown_summary, print_summary, summary_rows, verdict
+from slimbayes.lab.report.statistics import Stat, cells, stat
+from slimbayes.lab.report.tables import best, columns, csv_summary
 
 
 def tiny(values, task="classification", shifted=True):

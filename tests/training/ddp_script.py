@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 import slimbayes as sb
-from slimbayes.specs import parse_method
 from slimbayes.training import StopTraining, Training, make_fabric
 from slimbayes.training.keeping import STATE
 from slimbayes.training.state import read_state
+from slimbayes.verbs.method_text import parse_method
 
 CASES = {
     "rank1": ("Rank1(components=2)", "mean"),

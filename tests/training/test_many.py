@@ -9,8 +9,8 @@ from torch import nn
 from training.helpers_many import METHODS, SETTINGS, by_fit, by_many, distance, network, networks, table
 
 import slimbayes as sb
-from slimbayes.training import many_group
-from slimbayes.training.many_inputs import structure
+from slimbayes.training.many.fit import group
+from slimbayes.training.many.inputs import structure
 
 SEEDS = [4, 5, 6]
 
@@ -27,7 +27,7 @@ def test_every_network_is_as_if_alone(name, monkeypatch):
         assert distance(alone, [together[i]]) < 1e-9
         for row, other in zip(result.histories[i], single.histories[0], strict=True):
             assert row == pytest.approx(other, rel=1e-9, abs=1e-10)
-    monkeypatch.setattr(many_group, "TRACED_FROM", 0)
+    monkeypatch.setattr(group, "TRACED_FROM", 0)
     traced, _ = by_many(models, data, SEEDS)
     assert distance(traced, together) < 1e-9
     assert all(distance([a], [b]) > 1e-4 for a, b in zip(together, models, strict=True))
@@ -92,7 +92,7 @@ def test_the_noise_of_a_network_depends_on_its_seed():
 
 def test_dropout_masks_follow_the_formula():
     """A step of SGD by hand, with the masks that Philox gives for (seed, layer, step)."""
-    from slimbayes.keyed import keyed_noise, layer_key
+    from slimbayes.core.keyed_noise import keyed_noise, layer_key
 
     x, y = table(0, rows=8)
     model = sb.bayesianize(nn.Linear(3, 1).double(), sb.MCDropout(rate=0.4))
@@ -116,8 +116,8 @@ def test_dropout_masks_follow_the_formula():
 
 
 def test_noise_has_its_moments_and_depends_on_everything_that_it_is_for():
-    from slimbayes.context import Request
-    from slimbayes.training.many_noise import NoisePlan
+    from slimbayes.core.context import Request
+    from slimbayes.training.many.noise import NoisePlan
 
     size, count = (1, 2, 5, 1000), 10_000
     requests = [

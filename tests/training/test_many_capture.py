@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.helpers_many import METHODS, SETTINGS, distance, networks, table
 
 import slimbayes as sb
-from slimbayes.training import StopTraining, Training, many, many_group, many_recording
-from slimbayes.training.many_group import Group
-from slimbayes.training.many_inputs import alike, make_members
+from slimbayes.training import StopTraining, Training
+from slimbayes.training.many.fit import fit, group, recording
+from slimbayes.training.many.group import Group
+from slimbayes.training.many.inputs import alike, make_members
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CPU = torch.device("cpu")
@@ -89,8 +90,8 @@ class CpuGraph:
 
 @pytest.fixture
 def taped(monkeypatch):
-    monkeypatch.setattr(many_recording, "CudaTape", CpuTape)
-    monkeypatch.setattr(many, "_check", lambda settings, device: None)
+    monkeypatch.setattr(recording, "CudaTape", CpuTape)
+    monkeypatch.setattr(fit, "_check", lambda settings, device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     CpuTape.recorded = CpuTape.replays = 0
 
@@ -115,7 +116,7 @@ def trained(models, data, **options):
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 @pytest.mark.parametrize("name", ["MCDropout", "EMP learned", "DeepEnsemble"])
 def test_replayed_blocks_are_the_same_steps(name, optimizer, traced, taped, monkeypatch):
-    monkeypatch.setattr(many_group, "TRACED_FROM", 0 if traced else 10**9)
+    monkeypatch.setattr(group, "TRACED_FROM", 0 if traced else 10**9)
     models, data = networks(METHODS[name], 2), [table(i) for i in range(2)]
     more = {"optimizer": optimizer, "clip_norm": 1.0}
     plain, result = trained(models, data, **more)
@@ -138,14 +139,14 @@ def test_replayed_blocks_of_other_methods(name, taped):
 
 def test_replayed_groups_over_chunks_of_epochs(taped, monkeypatch):
     """Groups of other lengths beside each other; the order of the rows is made again every few epochs."""
-    monkeypatch.setattr(many_group, "_CHUNK_STEPS", 7)
+    monkeypatch.setattr(group, "_CHUNK_STEPS", 7)
     models = [*networks(METHODS["MCDropout"], 2), *networks(METHODS["EMP"], 1)]
     data = [table(0), table(1), table(2, rows=41)]
     plain, result = trained(models, data, steps=None, epochs=9)
-    monkeypatch.setattr(many_group, "_CHUNK_STEPS", 2048)
+    monkeypatch.setattr(group, "_CHUNK_STEPS", 2048)
     whole, _ = trained(models, data, steps=None, epochs=9)
     assert distance(whole, plain) == 0
-    monkeypatch.setattr(many_group, "_CHUNK_STEPS", 7)
+    monkeypatch.setattr(group, "_CHUNK_STEPS", 7)
     replayed, again = trained(models, data, steps=None, epochs=9, capture=True)
     assert result.steps == again.steps == [27, 27, 54] and distance(replayed, plain) < 1e-7
 
@@ -208,7 +209,7 @@ def test_compiled_steps_are_the_same_steps(monkeypatch):
     models, data = compiled_case()
     plain, _ = trained(models, data, compile=True)
     assert not made
-    monkeypatch.setattr(many_group, "COMPILED_FROM", {"cpu": 0})
+    monkeypatch.setattr(group, "COMPILED_FROM", {"cpu": 0})
     compiled, _ = trained(models, data, compile=True)
     assert len(made) == 1 and distance(compiled, plain) < 1e-10
     assert int(compiled[0][0].num_batches_tracked) == 33
@@ -216,9 +217,9 @@ def test_compiled_steps_are_the_same_steps(monkeypatch):
 
 @pytest.mark.uncounted
 def test_compiled_noise_is_the_same_noise():
-    from slimbayes.context import Request
-    from slimbayes.training.many_noise import NoisePlan
-    from slimbayes.training.many_tracing import compiled_noise
+    from slimbayes.core.context import Request
+    from slimbayes.training.many.noise import NoisePlan
+    from slimbayes.training.many.tracing import compiled_noise
 
     kinds = ("normal", "uniform", "sign", "cauchy")
     requests = [Request(kind, f"layer{i}", i, (1, 2, 3, 5), torch.float32) for i, kind in enumerate(kinds)]
@@ -237,7 +238,7 @@ EXACT = {"accelerator": "cuda", "lr": 2**-8, "schedule": "constant", "warmup": 0
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_on_a_gpu_captured_steps_are_those_of_eager_code(name, compiled, monkeypatch):
-    monkeypatch.setattr(many_group, "COMPILED_FROM", {"cuda": 0})
+    monkeypatch.setattr(group, "COMPILED_FROM", {"cuda": 0})
     models, data = networks(METHODS[name], 2), [table(i) for i in range(2)]
     options = {**EXACT, "steps": 60, "log_every": 20}
     plain, _ = trained(models, data, **options)

@@ -9,7 +9,8 @@ from torch import nn
 from training.helpers_many import SETTINGS, network, networks, table
 
 import slimbayes as sb
-from slimbayes.training import TrainingError, many_group, many_stack
+from slimbayes.training import TrainingError
+from slimbayes.training.many.fit import group, stack
 
 
 def attempt(models, data, **options):
@@ -199,7 +200,7 @@ def test_too_little_memory_is_no_fault_of_vmap(monkeypatch):
     def full(*rest):
         raise torch.cuda.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(many_group.Group, "plainly", full)
+    monkeypatch.setattr(group.Group, "plainly", full)
     with pytest.raises(TrainingError, match="memory of cpu is too small for 1 networks at a time: give"):
         attempt(networks(sb.Deterministic(), 1), table(0))
 
@@ -208,6 +209,6 @@ def test_the_switches_are_put_back_after_an_error():
     models = [nn.Sequential(nn.Linear(3, 2), Looks(), nn.Linear(2, 1)).double()]
     with pytest.raises(TrainingError):
         attempt(models, table(0))
-    assert sb.fast.paths.rows and not many_stack.INSIDE.vmap
+    assert sb.fast.paths.rows and not stack.INSIDE.vmap
     model = sb.bayesianize(network(), sb.DeepEnsemble(members=2))
     assert sb.draw(model, table(0)[0]).shape == (2, 23, 1)

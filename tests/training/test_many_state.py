@@ -8,7 +8,7 @@ from training.helpers_many import METHODS, SETTINGS, distance, networks, table
 
 import slimbayes as sb
 from slimbayes.training import StopTraining
-from slimbayes.training.many_state import STATE
+from slimbayes.training.many.state import STATE
 from slimbayes.training.state import read_state, write_state
 
 

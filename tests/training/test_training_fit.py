@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
-from slimbayes.data import Batches, Split
+from slimbayes.lab.data import Batches, Split
 from slimbayes.training import Training, TrainingError, make_source, mixed_seed
 from slimbayes.training import monitor as monitoring
 from slimbayes.training.monitor import Progress

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.health import Culprit, culprits, first_output, kl_culprits, listed
 from slimbayes.training import Training, TrainingError
 from slimbayes.training.guard import Guard, Kept, choose, heed, not_finite_flag
+from slimbayes.verbs.finiteness import Culprit, culprits, first_output, kl_culprits, listed
 
 QUIET = {"progress": False, "accelerator": "cpu"}
 
@@ -152,7 +152,7 @@ def test_a_learned_mixing_keeps_its_baseline():
     model = build(calls=(2, 3), forward=True, method=sb.EMP(components=2, learn_mixing=True))
     with pytest.raises(TrainingError):
         fit(model)
-    from slimbayes.record import find_record
+    from slimbayes.core.conversion import find_record
 
     assert torch.isfinite(find_record(model).baseline).all()
 

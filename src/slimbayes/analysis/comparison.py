@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes import distributions as d
 from slimbayes.analysis.layers import root_of
-from slimbayes.apply.rank1 import Rank1Rule
-from slimbayes.apply.sampled import SampledRule
-from slimbayes.kl import total_kl
-from slimbayes.layers.base import Converted
-from slimbayes.objective import kl
-from slimbayes.record import converted_layers, find_record
+from slimbayes.core import distributions as d
+from slimbayes.core.conversion import converted_layers, find_record
+from slimbayes.core.kl import total_kl
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.objective import kl
+from slimbayes.core.rules.meanfield import SampledRule
+from slimbayes.core.rules.rank1 import Rank1Rule
 
 OTHERS = "(other parameters)"
 

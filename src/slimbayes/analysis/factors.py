@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.analysis.layers import root_of
-from slimbayes.apply.rank1 import Factor, Rank1Rule
-from slimbayes.record import converted_layers
+from slimbayes.core.conversion import converted_layers
+from slimbayes.core.rules.rank1 import Factor, Rank1Rule
 
 COLLAPSED = 0.01  # spread of components around factors of 1, below which they are one network
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slimbayes.apply.sampled import SampledRule
-from slimbayes.layers.base import Converted
-from slimbayes.posteriors import KTiedPosterior, NormalPosterior, Posterior
-from slimbayes.record import ATTRIBUTE, converted_layers, find_record, unwrap
-from slimbayes.selection import Selection, kept, listing, selected
+from slimbayes.core.conversion import ATTRIBUTE, converted_layers, find_record, unwrap
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.posteriors import KTiedPosterior, NormalPosterior, Posterior
+from slimbayes.core.rules.meanfield import SampledRule
+from slimbayes.core.selection import Selection, kept, listing, selected
 
 
 def rule_of(layer: Converted) -> SampledRule:

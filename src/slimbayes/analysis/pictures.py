@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slimbayes.analysis.spectra import matrices, spectrum
+from slimbayes.core.selection import Selection
 from slimbayes.extras import need
-from slimbayes.selection import Selection
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

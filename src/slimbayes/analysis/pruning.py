@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from slimbayes.analysis.layers import root_of, rule_of, spread_layers, stddev_of, tied_names
 from slimbayes.analysis.spectra import set_stddev
-from slimbayes.evaluate import evaluate
-from slimbayes.posteriors import EPSILON, KTiedPosterior, NormalPosterior
-from slimbayes.record import converted_layers, unwrap
-from slimbayes.selection import Selection
+from slimbayes.core.conversion import converted_layers, unwrap
+from slimbayes.core.posteriors import EPSILON, KTiedPosterior, NormalPosterior
+from slimbayes.core.selection import Selection
+from slimbayes.verbs.evaluation import evaluate
 
 Network = TypeVar("Network", bound=nn.Module)
 SHARES = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98)

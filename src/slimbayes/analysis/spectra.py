@@ -18,12 +18,12 @@ from slimbayes.analysis.layers import (
     tied_names,
     wide,
 )
-from slimbayes.layers.base import Converted
-from slimbayes.layers.several import Kernel
-from slimbayes.methods.base import check_count, check_positive
-from slimbayes.posteriors import EPSILON, KTiedPosterior, NormalPosterior, Posterior
-from slimbayes.record import converted_layers, unwrap
-from slimbayes.selection import Selection
+from slimbayes.core.conversion import converted_layers, unwrap
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.methods.base import check_count, check_positive
+from slimbayes.core.posteriors import EPSILON, KTiedPosterior, NormalPosterior, Posterior
+from slimbayes.core.selection import Selection
+from slimbayes.sequences.kernels import Kernel
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -168,7 +168,7 @@ def set_stddev(posterior: NormalPosterior, sigma: Tensor, before: Tensor) -> Non
 def stored(sigma: Tensor) -> Tensor:
     """ρ with softplus(ρ) + 1e-7 = σ: exact in float64 for large σ too, and the least σ where it is smaller.
 
-    >>> import slimbayes.posteriors as posteriors
+    >>> import slimbayes.core.posteriors as posteriors
     >>> posteriors.positive(stored(torch.tensor([0.5, 1e-8], dtype=torch.float64))).tolist()
     [0.5, 1.00001e-07]
     """

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.likelihoods import Bernoulli, Categorical
+from slimbayes.core.likelihoods import Bernoulli, Categorical
+from slimbayes.core.predictive import Predictive
 from slimbayes.metrics.checks import finite, probabilities_of
-from slimbayes.predictive import Predictive
 
 
 def class_probabilities(predictions: Any) -> Tensor:

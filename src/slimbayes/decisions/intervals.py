@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimbayes.core.likelihoods import Gaussian
+from slimbayes.core.predictive import Predictive
 from slimbayes.decisions.conformal import conformal_quantile
 from slimbayes.decisions.inputs import check_share, columns
-from slimbayes.likelihoods import Gaussian
 from slimbayes.metrics.checks import same_shape
-from slimbayes.predictive import Predictive
 
 METHODS = ("absolute", "normalized", "quantile")
 

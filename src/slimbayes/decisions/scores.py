@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimbayes.core.predictive import Predictive, entropy
 from slimbayes.decisions.conformal import conformal_quantile
 from slimbayes.decisions.inputs import check_share, class_axis_last, class_probabilities
 from slimbayes.metrics.checks import finite
 from slimbayes.metrics.classification import OODScores, ood_scores
-from slimbayes.predictive import Predictive, entropy
 
 
 def _entropy(given: Any) -> Tensor:

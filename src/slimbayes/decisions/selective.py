@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from slimbayes.checking import is_number
+from slimbayes.core.likelihoods import Gaussian
+from slimbayes.core.options import is_number
 from slimbayes.decisions.binomial import at_most, upper_bound
 from slimbayes.decisions.inputs import ceiling, check_share, class_probabilities
 from slimbayes.decisions.scores import Score, uncertainty
-from slimbayes.likelihoods import Gaussian
 from slimbayes.metrics.checks import as_tensor, targets_of
 
 ABSTAIN = -1

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.evaluate import arguments, as_pair
-from slimbayes.likelihoods import Categorical, Likelihood
-from slimbayes.predict import predict
-from slimbayes.predictive import Predictive
-from slimbayes.record import find_record, unwrap
-from slimbayes.stacking import stack
+from slimbayes.core.conversion import find_record, unwrap
+from slimbayes.core.likelihoods import Categorical, Likelihood
+from slimbayes.core.predict import predict
+from slimbayes.core.predictive import Predictive
+from slimbayes.verbs.evaluation import arguments, as_pair
+from slimbayes.verbs.stacking import stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Stacking:
     ``stack_components``, or from predictions by ``Stacking.of``. ``nll`` and ``uniform_nll`` are those of the mixture
     on the held-out data, with these weights and with equal ones.
 
-    >>> from slimbayes.likelihoods import Gaussian
+    >>> from slimbayes.core.likelihoods import Gaussian
     >>> draws = torch.tensor([[0.0], [0.1], [5.0], [5.1]]).expand(4, 3)  # 2 components, 2 samples each
     >>> stacking = Stacking.of(Gaussian().predictive(draws), torch.zeros(3), members=2)
     >>> stacking.weights.round(decimals=3), stacking(Gaussian().predictive(draws)).mean[:1]

@@ -11,8 +11,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from slimbayes.predictive import Predictive
+from slimbayes.core.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from slimbayes.core.predictive import Predictive
 
 LARGEST = 100.0  # temperatures and scales are looked for between its inverse and itself
 _GRID = 41  # values tried first: the nll of a mixture may have more than one minimum

@@ -16,10 +16,10 @@ from torch import nn
 
 import slimbayes
 from slimbayes import extras
-from slimbayes.checkpoint import describe_methods, load, save
+from slimbayes.core.conversion import find_record, unwrap
 from slimbayes.files import write_whole
-from slimbayes.record import find_record, unwrap
-from slimbayes.summary import summary
+from slimbayes.verbs.checkpoint import describe_methods, load, save
+from slimbayes.verbs.summary import summary
 
 hub = extras.need("huggingface_hub", "slimbayes.integrations.hub", "hub")
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import extras
-from slimbayes.draws import draw
-from slimbayes.evaluate import arguments
+from slimbayes.core.conversion import find_record
+from slimbayes.core.likelihoods import Categorical, Likelihood
+from slimbayes.core.objective import LinearAnnealing, StepAnnealing, elbo, parameter_groups
+from slimbayes.core.passes import draw
+from slimbayes.core.predict import predict, scored
+from slimbayes.core.predictive import Predictive
 from slimbayes.integrations.steps import Schedule, check_shares, schedule_of, size_of, unpack
-from slimbayes.likelihoods import Categorical, Likelihood
 from slimbayes.metrics import Evaluation
-from slimbayes.objective import LinearAnnealing, StepAnnealing, elbo, parameter_groups
-from slimbayes.predict import predict, scored
-from slimbayes.predictive import Predictive
-from slimbayes.record import find_record
 from slimbayes.training.monitor import spread_of
+from slimbayes.verbs.evaluation import arguments
 
 pl = extras.need("lightning.pytorch", "slimbayes.integrations.lightning", "lightning")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from slimbayes.predictive import GaussianPredictive, Predictive
-from slimbayes.record import unwrap
+from slimbayes.core.conversion import unwrap
+from slimbayes.core.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from slimbayes.core.predictive import GaussianPredictive, Predictive
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # their labels are those of the next position
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import SubsetRandomSampler
 
-from slimbayes.objective import LinearAnnealing
+from slimbayes.core.objective import LinearAnnealing
 
 Schedule = Callable[[int], float]
 LABELS = ("labels", "label", "targets", "target")

@@ -14,14 +14,14 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from slimbayes import extras
-from slimbayes.draws import draw
+from slimbayes.core.conversion import find_record
+from slimbayes.core.likelihoods import Likelihood
+from slimbayes.core.objective import ELBO, elbo, parameter_groups
+from slimbayes.core.passes import draw
+from slimbayes.core.predict import predict, scored
 from slimbayes.files import write_whole
 from slimbayes.integrations.scoring import aligned, base_of, likelihood_of, mean_logits, shaped, whole
 from slimbayes.integrations.steps import Schedule, check_shares, schedule_of
-from slimbayes.likelihoods import Likelihood
-from slimbayes.objective import ELBO, elbo, parameter_groups
-from slimbayes.predict import predict, scored
-from slimbayes.record import find_record
 
 transformers = extras.need("transformers", "slimbayes.integrations.transformers", "transformers")
 extras.need("accelerate", "the Trainer of transformers", "transformers")

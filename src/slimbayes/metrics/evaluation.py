@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimbayes.likelihoods import Bernoulli, Categorical, Gaussian
+from slimbayes.core.likelihoods import Bernoulli, Categorical, Gaussian
+from slimbayes.core.predictive import Predictive, entropy
 from slimbayes.metrics.calibration import Reliability, equal_mass_error
 from slimbayes.metrics.classification import auc_pr, auroc, target_rank
 from slimbayes.metrics.diversity import normalized, pairs_that_differ
 from slimbayes.metrics.selective import area_under_risk
-from slimbayes.predictive import Predictive, entropy
 
 _LEVEL = 0.9
 _CURVE = tuple(i / 20 for i in range(1, 20))  # levels of the regression calibration curve
@@ -29,7 +29,7 @@ class Evaluation:
 
     Memory grows by about a hundred bytes per example, whatever the number of classes and draws.
     ``components`` is the number of components on the draws axis, for the disagreement. ``target_scaling`` (a
-    ``slimbayes.data.base.Scaling``) takes regression back from network units to the original ones.
+    ``slimbayes.containers.datasets.Scaling``) takes regression back from network units to the original ones.
 
     >>> evaluation = Evaluation()
     >>> draws = torch.tensor([[[2.0, 0.0], [0.0, 1.0]]])  # one draw, two examples, two classes

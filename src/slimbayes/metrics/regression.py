@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slimbayes.core.predictive import Predictive
 from slimbayes.metrics.checks import finite, same_shape
-from slimbayes.predictive import Predictive
 
 
 def rmse(mean: Any, targets: Any) -> float:

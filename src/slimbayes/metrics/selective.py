@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slimbayes.checking import is_number
+from slimbayes.core.options import is_number
 from slimbayes.metrics.calibration import rounded, share_ties
 from slimbayes.metrics.checks import finite, probabilities_of, targets_of
 

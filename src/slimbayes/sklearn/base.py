@@ -18,14 +18,14 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from slimbayes.convert import bayesianize
-from slimbayes.draws import draw
-from slimbayes.likelihoods import Likelihood
-from slimbayes.methods import Method
-from slimbayes.predict import predict, scored
-from slimbayes.predictive import Predictive
-from slimbayes.probing import evaluating
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.core.convert import bayesianize
+from slimbayes.core.likelihoods import Likelihood
+from slimbayes.core.methods import Method
+from slimbayes.core.passes import draw
+from slimbayes.core.predict import predict, scored
+from slimbayes.core.predictive import Predictive
+from slimbayes.core.probes import evaluating
 from slimbayes.sklearn.loop import BATCH, Outcome, Plan, Rows, make_optimizer, train, train_noise
 from slimbayes.sklearn.parameters import check_parameters, chosen_device, dtype_of, place_of, resolve
 from slimbayes.sklearn.saving import read, write

@@ -13,7 +13,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 from torch import nn
 
-from slimbayes.likelihoods import Categorical, Likelihood
+from slimbayes.core.likelihoods import Categorical, Likelihood
 from slimbayes.sklearn.base import Estimator
 from slimbayes.sklearn.networks import dense_network, given_network
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.draws import draw
-from slimbayes.likelihoods import Likelihood
-from slimbayes.methods import MCDropout
-from slimbayes.objective import LinearAnnealing, elbo, parameter_groups
-from slimbayes.predict import predict, scored
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.core.likelihoods import Likelihood
+from slimbayes.core.methods import MCDropout
+from slimbayes.core.objective import LinearAnnealing, elbo, parameter_groups
+from slimbayes.core.passes import draw
+from slimbayes.core.predict import predict, scored
 
 BATCH = 64  # of batch_size="auto"
 # Adam moves log τ by about lr a step: at the network's own rate it would not reach a small noise within a short run,
@@ -27,7 +27,7 @@ _NOISE_RATE = 10.0
 class Weighted(nn.Module):
     """A likelihood whose rows count w_b times: log p(y_b|x_b, d)^w_b, [D, B].
 
-    >>> from slimbayes.likelihoods import Bernoulli
+    >>> from slimbayes.core.likelihoods import Bernoulli
     >>> Weighted(Bernoulli(), torch.tensor([2.0])).log_prob(torch.zeros(1, 1), torch.ones(1))
     tensor([[-1.3863]])
     """

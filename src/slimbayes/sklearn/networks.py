@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimbayes.models import MLP
+from slimbayes.networks.dense import MLP
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimbayes.methods import Method
-from slimbayes.specs import parse_method
+from slimbayes.core.methods import Method
+from slimbayes.verbs.method_text import parse_method
 
 NOISES = ("auto", "shared", "example")
 

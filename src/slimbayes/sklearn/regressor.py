@@ -11,7 +11,7 @@ from sklearn.base import RegressorMixin
 from sklearn.utils import Bunch, check_random_state
 from torch import nn
 
-from slimbayes.likelihoods import Gaussian, Likelihood
+from slimbayes.core.likelihoods import Gaussian, Likelihood
 from slimbayes.sklearn.base import Estimator
 from slimbayes.sklearn.networks import dense_network, given_network
 from slimbayes.sklearn.scaling import Standardization

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from slimbayes.checkpoint import CheckpointError, load, read_tensors, save
-from slimbayes.claims import check_network, shapes_of
+from slimbayes.core.methods import Method
 from slimbayes.files import FALSE_CLAIMS, parse_json, shortened, write_whole
-from slimbayes.methods import Method
 from slimbayes.sklearn.parameters import dtype_of
 from slimbayes.sklearn.scaling import Standardization
-from slimbayes.specs import SpecError, parse_method
+from slimbayes.verbs.checkpoint import CheckpointError, load, read_tensors, save
+from slimbayes.verbs.method_text import SpecError, parse_method
+from slimbayes.verbs.untrusted_files import check_network, shapes_of
 
 FORMAT = 1
 HEADER = "slimbayes.sklearn"

@@ -2,7 +2,7 @@
 
 from slimbayes.training.faults import Terminated
 from slimbayes.training.loop import FitResult, fit
-from slimbayes.training.many import ManyResult, fit_many
+from slimbayes.training.many.fit import ManyResult, fit_many
 from slimbayes.training.pull import predicted_spread
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Source, hold_out, make_source, mixed_seed

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimbayes.budget import out_of_memory
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.core.memory import out_of_memory
 from slimbayes.training.settings import Training
 from slimbayes.training.step import TrainingError
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.health import finite
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
+from slimbayes.verbs.finiteness import finite
 
 
 @dataclass

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from slimbayes.checkpoint import CheckpointError, describe_methods
+from slimbayes.core.conversion import Record, find_record
 from slimbayes.files import shortened, write_whole
-from slimbayes.provenance import MANIFEST, manifest, provenance, read_manifest
-from slimbayes.record import Record, find_record
 from slimbayes.training.guard import Skips
 from slimbayes.training.monitor import Row
 from slimbayes.training.settings import Training
 from slimbayes.training.state import optimizer_tensors, restore_optimizer
+from slimbayes.verbs.checkpoint import CheckpointError, describe_methods
+from slimbayes.verbs.provenance import MANIFEST, manifest, provenance, read_manifest
 
 if TYPE_CHECKING:
     from slimbayes.training.loop import Run

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes import compiling
-from slimbayes.data import Dataset, RecordDataset, StreamedDataset
-from slimbayes.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError, guarded
-from slimbayes.record import find_record, unwrap
+from slimbayes.accelerate.compile import entry
+from slimbayes.containers.datasets import Dataset
+from slimbayes.containers.records import RecordDataset
+from slimbayes.containers.streaming import StreamedDataset
+from slimbayes.core.conversion import find_record, unwrap
+from slimbayes.core.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError, guarded
 from slimbayes.training.faults import Ending, ReaderDied, dead_worker, explained, release, stopped_words
 from slimbayes.training.guard import Guard, Skips, fusable
 from slimbayes.training.keeping import STATE, describe, due, keep, put_weights, take_up
@@ -151,7 +153,7 @@ class Run:
         self.optimizer = settings.make_optimizer(self.model, likelihood.parameters(), fused)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.plain = Objective(self.model, likelihood, self.source.num_data, settings)
-        objective = compiling.compile(self.plain) if settings.compile else self.plain
+        objective = entry.compile(self.plain) if settings.compile else self.plain
         self.objective, self.stepper = fabric.setup(objective, self.optimizer)
         self.guard = Guard(
             self.plain, self.model, self.optimizer, fabric, fused, settings.on_nonfinite == "stop"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slimbayes.health import Culprit, culprit, culprits, first_output, kl_culprits, listed
-from slimbayes.likelihoods import guarded
+from slimbayes.core.likelihoods import guarded
 from slimbayes.training.sources import Batch, mixed_seed
 from slimbayes.training.step import seed_generators
+from slimbayes.verbs.finiteness import Culprit, culprit, culprits, first_output, kl_culprits, listed
 
 if TYPE_CHECKING:
     from slimbayes.training.loop import Run

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from slimbayes import distributions as d
 from slimbayes.analysis import rank1_factors
-from slimbayes.apply.rank1 import Factor, Rank1Rule
+from slimbayes.core import distributions as d
+from slimbayes.core.rules.rank1 import Factor, Rank1Rule
 from slimbayes.training.settings import Training, whole_number
 
 _HALVINGS = 40

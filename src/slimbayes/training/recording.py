@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.record import find_record
+from slimbayes.core.conversion import find_record
 from slimbayes.training.settings import Training
 
 WARM = 3  # steps in eager code first: libraries choose their kernels, the optimizer makes its state

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slimbayes.evaluate import evaluate
 from slimbayes.training.keeping import keep, weights_of
 from slimbayes.training.monitor import Row, spread_of, warn_of_collapse
 from slimbayes.training.naming import why
 from slimbayes.training.sources import mixed_seed
 from slimbayes.training.step import StopTraining, TrainingError, in_dtype
+from slimbayes.verbs.evaluation import evaluate
 
 if TYPE_CHECKING:
     from slimbayes.training.loop import Run

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimbayes.objective import REDUCTIONS, StepAnnealing, parameter_groups
+from slimbayes.core.objective import REDUCTIONS, StepAnnealing, parameter_groups
 
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine", "steps")

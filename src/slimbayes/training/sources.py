@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from slimbayes.data import Batches, Dataset, RecordDataset, Scaling, Split, StreamedDataset
-from slimbayes.data.records.base import Part
-from slimbayes.evaluate import as_pair
+from slimbayes.containers.batches import Batches
+from slimbayes.containers.datasets import Dataset, Scaling, Split
+from slimbayes.containers.records import Part, RecordDataset
+from slimbayes.containers.streaming import StreamedDataset
 from slimbayes.training.settings import Training
+from slimbayes.verbs.evaluation import as_pair
 
 Batch = tuple[Any, Tensor]
 _SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

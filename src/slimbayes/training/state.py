@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from slimbayes.checkpoint import CheckpointError, read_tensors
 from slimbayes.files import parse_json, shortened, write_whole
+from slimbayes.verbs.checkpoint import CheckpointError, read_tensors
 
 FORMAT = 1
 HEADER = "slimbayes-training"

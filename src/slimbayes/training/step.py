@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.context import Supply
-from slimbayes.draws import draw
-from slimbayes.evaluate import arguments
+from slimbayes.core.context import Supply
+from slimbayes.core.likelihoods import Likelihood
+from slimbayes.core.objective import elbo
+from slimbayes.core.passes import draw
+from slimbayes.core.predict import scored
 from slimbayes.extras import need
-from slimbayes.likelihoods import Likelihood
-from slimbayes.objective import elbo
-from slimbayes.predict import scored
 from slimbayes.training.settings import Training
+from slimbayes.verbs.evaluation import arguments
 
 
 class TrainingError(RuntimeError):

@@ -1,0 +1,276 @@
+"""The rank-1 factors of a whole network at once: one operation samples them, another sums their KL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimbayes.accelerate import switches
+from slimbayes.accelerate.cpu.factor_sweep import by_kernels, held
+from slimbayes.accelerate.factor_samples import normal_kl, sample_all
+from slimbayes.accelerate.gpu import factor_samples
+from slimbayes.accelerate.gpu.factors import sample_flat
+from slimbayes.accelerate.gpu.factors_kl import _formula as formula
+from slimbayes.accelerate.gpu.factors_kl import flat_kl
+from slimbayes.accelerate.gpu.joint_parameters import join, part
+from slimbayes.accelerate.gpu.weight_samples import SCOPE
+from slimbayes.accelerate.row_factors import eager
+from slimbayes.core import posteriors, priors
+from slimbayes.core.context import Draw
+from slimbayes.core.noise import fresh_noise, transformed
+from slimbayes.core.rules.base import Rule
+from slimbayes.core.rules.rank1 import Factor, Rank1Rule
+
+DEVICES = ("cuda",)  # where the samples of all factors are one kernel; on the CPU they are few calls
+_FEW = 1 << 16  # normals that torch's generator makes sooner than ours, a call out of compiled code
+_FAMILIES: dict[type, str] = {
+    posteriors.NormalPosterior: "normal",
+    posteriors.CauchyPosterior: "cauchy",
+    posteriors.LogNormalPosterior: "lognormal",
+    posteriors.HalfCauchyPosterior: "halfcauchy",
+}
+_OWN_PRIOR: dict[str, type] = {
+    "normal": priors.Normal,
+    "cauchy": priors.Cauchy,
+    "lognormal": priors.LogNormal,
+    "halfcauchy": priors.HalfCauchy,
+}
+
+
+@dataclass
+class Group:
+    """Factors that are sampled together, with the names of their random tensors."""
+
+    family: str
+    clip: float | None
+    reduction: str
+    sources: list[str]
+    factors: list[Factor]
+
+
+@dataclass
+class Joined:
+    """The parameters of a group put together, for as long as one call of a compiled function lasts."""
+
+    group: Group
+    loc: Tensor
+    rho: Tensor
+
+
+@dataclass
+class Joins:
+    """What was put together in this call: the gradients of a draw and of its KL then meet before they are parted."""
+
+    made: list[Joined] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+
+JOINS = Joins()
+
+
+def joined(group: Group) -> tuple[Tensor, Tensor]:
+    """All locations of a group and all its scales before the softplus, [Σ K·C] each."""
+    for known in JOINS.made:
+        if known.group.factors[0] is group.factors[0] and len(known.group.factors) == len(group.factors):
+            return known.loc, known.rho
+    locs, rhos = parameters(group)
+    loc, rho = join(locs), join(rhos)
+    if SCOPE.open and torch.compiler.is_compiling():
+        JOINS.made = [*JOINS.made, Joined(group, loc, rho)]
+    return loc, rho
+
+
+def parameters(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+    """The locations and the scales before the softplus of a group's factors, [K, C] each."""
+    if torch.compiler.is_compiling():
+        locs: list[Tensor] = [factor.loc for factor in group.factors]
+        return locs, [factor.spread.rho for factor in group.factors]  # type: ignore[misc]
+    locs = [held(factor, "loc") for factor in group.factors]
+    return locs, [held(factor._modules["spread"], "rho") for factor in group.factors]  # type: ignore[arg-type]
+
+
+def has_closed_kl(group: Group) -> bool:
+    """Whether one closed form is the KL of all its factors."""
+    own = type(group.factors[0].prior) is _OWN_PRIOR[group.family]
+    return own and group.reduction in ("sum", "mean")
+
+
+def find_groups(rules: Iterable[Rule]) -> list[Group]:
+    """The noisy rank-1 factors of these rules, by what they have in common; each tensor once."""
+    given = list(rules)
+    if SCOPE.open and torch.compiler.is_compiling():  # what is looked up twice would be traced twice
+        if JOINS.rules and len(JOINS.rules) == len(given) and JOINS.rules[0] is given[0]:
+            return JOINS.groups
+        JOINS.rules, JOINS.groups = given, _find_groups(given)
+        return JOINS.groups
+    return _find_groups(given)
+
+
+def _find_groups(rules: list[Rule]) -> list[Group]:
+    groups: list[Group] = []
+    firsts: list[Rank1Rule] = []
+    known: set[str] = set()
+    for rule in rules:
+        if not isinstance(rule, Rank1Rule):
+            continue
+        for which, factor in (("r", rule.r), ("s", rule.s)):
+            source = f"{rule.name}.{which}"
+            if factor is None or source in known:
+                continue
+            kind = type(factor.spread)
+            if kind not in _FAMILIES:
+                continue
+            known.add(source)
+            at = 0
+            while at < len(groups) and not _together(rule, factor, firsts[at], groups[at].factors[0]):
+                at += 1
+            if at == len(groups):
+                groups.append(Group(_FAMILIES[kind], rule.clip, rule.reduction, [], []))
+                firsts.append(rule)
+            groups[at].sources.append(source)
+            groups[at].factors.append(factor)
+    return groups
+
+
+def _together(rule: Rank1Rule, factor: Factor, other_rule: Rank1Rule, other: Factor) -> bool:
+    """Whether two factors have a family, a prior, a clip, a reduction, components, a device and a type in common."""
+    if factor.prior is not other.prior:  # those of one method share an object
+        mine, theirs = factor.prior, other.prior
+        if type(mine) is not type(theirs):
+            return False
+        for name in ("loc", "scale"):
+            if getattr(mine, name, None) != getattr(theirs, name, None):
+                return False
+    loc, place = factor.loc, other.loc
+    return (
+        type(factor.spread) is type(other.spread)
+        and rule.clip == other_rule.clip
+        and rule.reduction == other_rule.reduction
+        and loc.shape[0] == place.shape[0]
+        and loc.device == place.device
+        and loc.dtype == place.dtype
+    )
+
+
+def fingerprint(rules: Iterable[Rule]) -> list[Any]:
+    """All that decides how these rules' factors are grouped."""
+    facts: list[Any] = []
+    for rule in rules:
+        if type(rule) is Rank1Rule:
+            facts += (rule.name, rule.clip, rule.reduction)
+            held = rule._modules  # not by attribute: a module's own take a detour
+            for factor in (held.get("r"), held.get("s")):
+                if factor is not None:
+                    assert isinstance(factor, Factor)
+                    loc, spread = factor._parameters.get("loc"), factor._modules["spread"]
+                    loc = factor.loc if loc is None else loc
+                    facts += (id(factor), factor.prior, type(spread), loc.dtype, loc.device, loc.shape[0])
+    return facts
+
+
+def prefill(groups: list[Group], draw: Draw) -> None:
+    """Sample all factors of the groups before the network runs, where that saves time."""
+    if not switches.paths.factors or draw.seed is not None or draw.noise == "mean":
+        return
+    if draw.component_ids is not None or (not torch.compiler.is_compiling() and transformed()):
+        return
+    for group in groups:
+        loc = group.factors[0].loc
+        if loc.shape[0] != draw.components:
+            continue
+        if loc.device.type in DEVICES:
+            _sample(group, draw)
+        elif loc.device.type == "cpu" and torch.compiler.is_compiling():
+            if group.factors[0].training and torch.is_grad_enabled():
+                _sample_compiled(group, draw)
+        elif loc.device.type == "cpu" and eager() and not by_kernels(loc, group.family):
+            _sample_on_cpu(group, draw)
+
+
+def _sample(group: Group, draw: Draw) -> None:
+    first = group.factors[0].loc
+    examples = draw.batch if draw.noise == "example" else 1
+    locs, rhos = parameters(group)
+    widths = [loc.shape[1] for loc in locs]
+    kind, dtype = first.device.type, first.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    settings = (draw.samples, examples, group.family, group.clip, dtype)
+    seed = torch.randint(0, 2**62, (1,), device=first.device)
+    values: Sequence[Tensor]
+    if eager() and torch.is_grad_enabled() and factor_samples.joinable((*locs, *rhos)):
+        joint = factor_samples.join_all(locs, rhos)
+        factor_samples.keep(group.factors[0], joint)
+        values = factor_samples.samples(joint, widths, seed, *settings)
+    else:
+        loc, rho = joined(group)
+        values = sample_flat(loc, rho, widths, seed, *settings)
+    for source, value in zip(group.sources, values, strict=True):
+        draw.prefilled[source] = value
+
+
+def _sample_on_cpu(group: Group, draw: Draw) -> None:
+    locs, rhos = parameters(group)
+    examples = draw.batch if draw.noise == "example" else 1
+    values = sample_all(locs, rhos, draw.samples, examples, group.family, group.clip)
+    for source, value in zip(group.sources, values, strict=True):
+        draw.prefilled[source] = value
+
+
+def _sample_compiled(group: Group, draw: Draw) -> None:
+    """The noise of all factors by one call out of the compiled code.
+
+    Shared factors are whole tensors behind an opaque operation: the compiler would compute σ again for every
+    weight that a factor scales.
+    """
+    first = group.factors[0].loc
+    examples = draw.batch if draw.noise == "example" else 1
+    shapes = [(first.shape[0], draw.samples, examples, factor.loc.shape[1]) for factor in group.factors]
+    sizes = [math.prod(shape) for shape in shapes]
+    if group.family not in ("normal", "cauchy") or not switches.paths.noise:
+        return
+    values: list[Tensor] = []
+    noise: Tensor
+    if draw.samples * examples == 1:
+        loc, rho = joined(group)
+        if group.family == "normal" and loc.numel() < _FEW:
+            noise = torch.randn_like(loc)
+        else:
+            noise = fresh_noise(group.family, (loc.numel(),), first.dtype, first.device)
+        value = torch.addcmul(loc, posteriors.positive(rho), noise)
+        values = part(value if group.clip is None else value.clamp(-group.clip, group.clip), shapes)
+    else:
+        noise = fresh_noise(group.family, (sum(sizes),), first.dtype, first.device)
+        for factor, own, shape in zip(group.factors, noise.split(sizes), shapes, strict=True):
+            spread = factor()
+            loc, scale = (tensor[:, None, None] for tensor in (spread.loc, spread.scale))
+            value = loc + scale * own.view(shape)
+            values.append(value if group.clip is None else value.clamp(-group.clip, group.clip))
+    for source, value in zip(group.sources, values, strict=True):
+        draw.prefilled[source] = value
+
+
+def group_kl(group: Group) -> Tensor:
+    """KL of all factors of a group against their prior, by its closed form."""
+    prior: Any = group.factors[0].prior
+    first = group.factors[0].loc
+    known = None
+    if first.device.type in DEVICES and eager():
+        known = factor_samples.again(group.factors[0], *parameters(group))
+    if group.family in ("normal", "lognormal") and first.dtype.itemsize >= 4 and eager():
+        locs, rhos = parameters(group) if known is None else ([known[0]], [known[1]])
+        total = normal_kl(locs, rhos, prior.loc, prior.scale)
+    elif known is not None:
+        total = flat_kl(*known, group.family, prior.loc, prior.scale)
+    else:
+        loc, rho = joined(group)
+        # On a CPU the compiler's own loop takes less than a call out of compiled code.
+        inline = first.device.type == "cpu" and torch.compiler.is_compiling()
+        total = (formula if inline else flat_kl)(loc, rho, group.family, prior.loc, prior.scale)
+    return total / first.shape[0] if group.reduction == "mean" else total

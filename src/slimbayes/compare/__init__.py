@@ -1,6 +1,0 @@
-"""Several methods on one data set, measured alike."""
-
-from slimbayes.compare.bench import Bench
-from slimbayes.compare.running import compare, evaluate_run
-
-__all__ = ["Bench", "compare", "evaluate_run"]

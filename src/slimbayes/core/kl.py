@@ -1,0 +1,187 @@
+"""KL divergences between a posterior and its prior: closed forms by type, Monte Carlo where none exists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributions as td
+from torch.distributions.kl import register_kl
+
+from slimbayes.accelerate.log_sigma import interpolates, sum_log_sigma
+from slimbayes.core import distributions as d
+from slimbayes.core.noise import fresh_noise
+
+_Formula = Callable[[Any, Any], Tensor]
+_CLOSED: dict[tuple[type, type], _Formula] = {}
+
+
+def closed(q: type, p: type, torch_pair: tuple[type, type] | None = None) -> Callable[[_Formula], _Formula]:
+    """Register a formula for an exact pair of our types, and with torch where torch has none.
+
+    torch's own dispatch walks its registry with generators, which torch.compile cannot trace.
+    """
+
+    def keep(formula: _Formula) -> _Formula:
+        _CLOSED[(q, p)] = formula
+        if torch_pair is not None:
+            register_kl(*torch_pair)(formula)
+        return formula
+
+    return keep
+
+
+@closed(d.Normal, d.Normal)
+@closed(d.LogNormal, d.LogNormal, (d.LogNormal, d.LogNormal))
+def normal_normal(q: td.Normal | d.LogNormal, p: td.Normal | d.LogNormal) -> Tensor:
+    """log(σ_p/σ) + (σ² + (μ − μ_p)²)/(2σ_p²) − ½, elementwise; log-normals have it in log-space.
+
+    >>> one = torch.ones(())
+    >>> float(normal_normal(td.Normal(0 * one, one), td.Normal(0 * one, one)))
+    0.0
+    """
+    variance = (q.scale / p.scale).square()
+    return 0.5 * (variance + ((q.loc - p.loc) / p.scale).square() - 1.0 - variance.log())
+
+
+@closed(d.Cauchy, d.Cauchy, (td.Cauchy, td.Cauchy))
+def cauchy_cauchy(q: td.Cauchy, p: td.Cauchy) -> Tensor:
+    """log(((γ + γ_p)² + (m − m_p)²)/(4 γ γ_p)), elementwise (Chyzak and Nielsen 2019).
+
+    >>> one = torch.ones(())
+    >>> float(cauchy_cauchy(td.Cauchy(0 * one, one), td.Cauchy(0 * one, one)))
+    0.0
+    """
+    both = torch.hypot(q.scale + p.scale, q.loc - p.loc)  # its square may be too large
+    return 2.0 * both.log() - math.log(4.0) - q.scale.log() - p.scale.log()
+
+
+@closed(d.HalfCauchy, d.HalfCauchy, (d.HalfCauchy, d.HalfCauchy))
+def halfcauchy_halfcauchy(q: d.HalfCauchy, p: d.HalfCauchy) -> Tensor:
+    """log((γ + γ_p)²/(4 γ γ_p)): the Cauchy's, for its log-ratio is symmetric about the common location."""
+    return 2.0 * (q.scale + p.scale).log() - math.log(4.0) - q.scale.log() - p.scale.log()
+
+
+@closed(d.KTiedNormal, d.Normal)
+def ktied_normal(q: d.KTiedNormal, p: td.Normal) -> Tensor:
+    """The Normal formula summed, with Σσ² = Σ_ab (UᵀU)_ab (VᵀV)_ab: no m×n square is formed.
+
+    Σ log σ = n Σ log u + m Σ log v for k = 1; k ≥ 2 needs one pass over U Vᵀ, or interpolation (``logsigma``).
+    """
+    squares = ((q.u.t() @ q.u) * (q.v.t() @ q.v)).sum()
+    if q.u.shape[1] == 1 or interpolates(q.u, q.v):
+        logs = sum_log_sigma(q.u.log(), q.v.log())
+    else:
+        least = torch.finfo(q.u.dtype).tiny
+        u_most, v_most = (
+            x.detach().amax(1, keepdim=True).clamp_min(least) for x in (q.u, q.v)
+        )  # σ may be tiny
+        logs = ((q.u / u_most) @ (q.v / v_most).t()).log().sum()
+        logs = logs + len(q.v) * u_most.log().sum() + len(q.u) * v_most.log().sum()
+    elements = q.loc.numel()
+    means = (q.loc - p.loc).square().sum()
+    return 0.5 * (squares + means) / p.scale.square() - logs + elements * (p.scale.log() - 0.5)
+
+
+@closed(d.Patch, d.Normal)
+def patch_normal(q: d.Patch, p: td.Normal) -> Tensor:
+    """Equation 6 of the EMP paper: Σ_k p_k ‖M_k‖²/(2σ_p²), plus n·KL(p‖uniform) for n indices.
+
+    The second term is the entropy of the index, zero for uniform mixing; constants are left out.
+    """
+    energy = ((q.points - p.loc) / p.scale).square().flatten(1).sum(1)
+    mixing = (q.probs * (q.probs.clamp_min(1e-30).log() + math.log(len(q.probs)))).sum()
+    return 0.5 * (q.probs * energy).sum() + q.indices * mixing
+
+
+@closed(d.Delta, d.Normal)
+def delta_normal(q: d.Delta, p: td.Normal) -> Tensor:
+    """‖M − μ_p‖²/(2σ_p²): a Normal of vanishing spread, up to its (infinite) constant."""
+    return 0.5 * ((q.loc - p.loc) / p.scale).square().sum()
+
+
+def _sample(q: d.Spread) -> Tensor:
+    assert q.noise is not None
+    return q.from_noise(fresh_noise(q.noise, tuple(q.loc.shape), q.loc.dtype, q.loc.device))
+
+
+def monte_carlo(q: d.Spread, p: d.Spread) -> Tensor:
+    """log q(x) − log p(x) at one x ~ q per element: for pairs without a closed form."""
+    x = _sample(q)
+    return q.log_prob(x) - p.log_prob(x)
+
+
+_MONTE_CARLO = {(d.Normal, d.Cauchy)}
+
+
+def check_pair(q: type, p: type) -> None:
+    """Raise unless KL(q‖p) is finite and known: called when a network is converted.
+
+    >>> check_pair(d.Normal, d.Normal)
+    """
+    if (q, p) in _CLOSED or (q, p) in _MONTE_CARLO or q in (d.Delta, d.ScaledBernoulli):
+        return
+    if (q, p) == (d.Cauchy, d.Normal):
+        raise ValueError(
+            "a Cauchy posterior has no finite KL against a Normal prior (its second moment is infinite); "
+            "use prior=sb.Cauchy(loc, scale)"
+        )
+    raise ValueError(
+        f"the KL of a {q.__name__} posterior against a {p.__name__} prior is not defined here (their "
+        f"supports differ or no formula is known); use a prior of the posterior's own family, "
+        f"sb.{q.__name__}(loc, scale)"
+    )
+
+
+def total_kl(q: Any, p: Any) -> Tensor:
+    """KL(q‖p), summed over all elements.
+
+    >>> zero, one = torch.zeros(3), torch.ones(3)
+    >>> float(total_kl(d.Normal(zero + 1, one), d.Normal(zero, one)))
+    1.5
+    """
+    if isinstance(q, td.Distribution):  # raw parameters are of no 16-bit type
+        q, p = at_least_float32(q), at_least_float32(p)
+    formula = _CLOSED.get((type(q), type(p)))
+    if formula is None:
+        return monte_carlo(q, p).sum()
+    return formula(q, p).sum()
+
+
+def at_least_float32(spread: Any) -> Any:
+    """The same distribution with 16-bit parameters raised to float32: a KL sums millions of terms."""
+    tensors: tuple[Tensor, ...]
+    if isinstance(spread, d.KTiedNormal):
+        tensors = (spread.loc, spread.u, spread.v)
+    elif isinstance(spread, d.Delta):
+        tensors = (spread.loc,)
+    elif isinstance(spread, d.Patch):
+        if spread.points.dtype.itemsize >= 4:
+            return spread
+        return d.Patch(spread.points.float(), spread.probs.float(), spread.indices)
+    else:
+        tensors = (spread.loc, spread.scale)
+    if tensors[0].dtype.itemsize >= 4:
+        return spread
+    return type(spread)(*(tensor.float() for tensor in tensors))
+
+
+def mixture_kl(terms: Sequence[tuple[d.Spread, d.Spread]]) -> Tensor:
+    """KL of the joint mixture over all terms, by one sample of every component.
+
+    q(θ) = (1/K) Σ_k Π_layers q_k(θ_layer), so log q = logsumexp_k Σ_layers log q_k − log K, and the estimate
+    is (1/K) Σ_j [log q(θ_j) − log p(θ_j)] with θ_j ~ q_j in every layer at once. Each term's q has a leading
+    component axis [K, ...].
+    """
+    components = terms[0][0].loc.shape[0]
+    log_q = terms[0][0].loc.new_zeros(components, components)  # [sample's component, density's component]
+    log_p = terms[0][0].loc.new_zeros(components)
+    for q, p in ((at_least_float32(q), at_least_float32(p)) for q, p in terms):
+        x = _sample(q)  # [K, d]
+        log_q = log_q + q.log_prob(x.unsqueeze(1)).flatten(2).sum(2)  # [K, K]
+        log_p = log_p + p.log_prob(x).flatten(1).sum(1)
+    joint = log_q.logsumexp(1) - math.log(components)
+    return (joint - log_p).mean()

@@ -1,0 +1,156 @@
+"""A whole module, of any type, with K versions of all its tensors: the deep ensemble."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from slimbayes.accelerate.members import allowed, kind_of_call, run_batched, small, works
+from slimbayes.core import context
+from slimbayes.core.layers.base import expand_saved
+from slimbayes.core.rules.groups import join_members, run_members
+
+
+class _Member(nn.Module):
+    """The module as it was before it was retyped: calls the original class's forward."""
+
+    def __init__(self, module: nn.Module, original: type[nn.Module]) -> None:
+        super().__init__()
+        self.module = module
+        self.original = original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.forward(self.module, *args, **kwargs)
+
+
+class Ensembled(nn.Module):
+    """Mixed into the type of the module: splits the rows among the members and joins their outputs."""
+
+    members: int
+    ensemble_name: str
+    _tensor_names: tuple[str, ...]
+    _tied: tuple[tuple[str, str], ...] = ()  # further places of these tensors, in other modules
+    _batched: dict[str, bool]  # by kind of call
+    _member: tuple[_Member]  # in a tuple, so that torch does not register it as a child of its own child
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run every member on its own rows, component-major."""
+        rows = self._rows(args, kwargs)
+        draw = context.late_draw()
+        late = None if draw is None else draw.late
+        untiled = late is not None and late.untiled(self.ensemble_name, rows)
+        repeats = draw.components * draw.samples if untiled and draw is not None else 1
+        frame = context.frame(self.ensemble_name, rows * repeats, self.members)
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        stacked = {name: tensors[name] for name in self._tensor_names}
+
+        def use(
+            tensors: dict[str, Tensor], member_args: tuple[Any, ...], member_kwargs: dict[str, Any]
+        ) -> Any:
+            own = {f"module.{name}": value for name, value in tensors.items()}
+            # Not by |=, which the compiler of torch 2.6 does not know for dicts.
+            own.update({f"module.{place}": tensors[name] for place, name in self._tied})
+            # torch's own search for ties leaves a module that has two names with the member's tensors.
+            return functional_call(self._member[0], own, member_args, member_kwargs, tie_weights=False)
+
+        def call(k: int, member_args: tuple[Any, ...], member_kwargs: dict[str, Any]) -> Any:
+            return use({name: value[k] for name, value in stacked.items()}, member_args, member_kwargs)
+
+        def at_once(tensors: dict[str, Tensor]) -> Any:
+            return run_batched(use, tensors, rows, args, kwargs, split=not untiled)
+
+        whole = frame.components == self.members and (frame.samples == 1 or not untiled)
+        if whole and allowed(self) and self._can_batch(kind_of_call(self, args, kwargs), stacked, at_once):
+            output = at_once(stacked)
+        elif untiled:  # every member on all rows; its samples are copies
+            outputs = [call(k, args, kwargs) for k in range(frame.components)]
+            output = join_members(outputs, frame.samples)
+        else:
+            output = run_members(call, frame.components, rows, args, kwargs)
+        return output if late is None else late.result(output)
+
+    def _can_batch(
+        self, kind: str, stacked: dict[str, Tensor], run: Callable[[dict[str, Tensor]], Any]
+    ) -> bool:
+        """Whether the members run as one batched network, tried once for each kind of call."""
+        if kind not in self._batched:
+            self._batched[kind] = small(self, self._member[0].original) and works(self, stacked, run)
+        return self._batched[kind]
+
+    def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                return leaf.shape[0]
+        raise ValueError(f"ensembled module {self.ensemble_name!r} got no tensor with a row axis")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty_ensemble, (self._member[0].original,), self.__dict__
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        # Called for this module before its children: one place expands a plain checkpoint for all of them.
+        for name, target in self.state_dict(keep_vars=True).items():
+            expand_saved(state_dict, prefix + name, target)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@functools.cache
+def _ensembled_type(original: Any) -> type[Ensembled]:
+    """The type of ensembled modules of this type, one for all of them."""
+    return type(f"Ensembled{original.__name__}", (Ensembled, original), {})
+
+
+def _empty_ensemble(original: Any) -> Ensembled:
+    """What pickle and copy fill: no module holds the type itself, so that they could not find it."""
+    kind = _ensembled_type(original)
+    return kind.__new__(kind)
+
+
+def _ties(module: nn.Module, names: list[str]) -> Iterator[tuple[str, str]]:
+    """(place, name) for every place of a tensor but the one that its name is of, each module once."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    known = {id(tensors[name]): name for name in names}
+    for prefix, owner in module.named_modules():
+        for store in (owner._parameters, owner._buffers):
+            for key, value in store.items():
+                place = f"{prefix}.{key}" if prefix else key
+                if value is not None and known[id(value)] != place:
+                    yield place, known[id(value)]
+
+
+def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Module], None] | None) -> None:
+    """Retype ``module`` in place: member 0 keeps its tensors, ``reset`` re-draws the others."""
+    copies = [module, *(copy.deepcopy(module) for _ in range(members - 1))]
+    if reset is not None:
+        for member in copies[1:]:
+            reset(member)
+    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    values = [{**dict(c.named_parameters()), **dict(c.named_buffers())} for c in copies]
+    replaced: dict[int, Tensor] = {}
+    for key in names:
+        first = values[0][key]
+        stacked = torch.stack([value[key].detach() for value in values])
+        replaced[id(first)] = (
+            nn.Parameter(stacked, requires_grad=first.requires_grad)
+            if isinstance(first, nn.Parameter)
+            else stacked
+        )
+    for owner in module.modules():
+        for store in (owner._parameters, owner._buffers):
+            for key, value in store.items():
+                if value is not None:
+                    store[key] = replaced[id(value)]  # type: ignore[assignment]
+    original: Any = type(module)
+    module.__class__ = _ensembled_type(original)
+    module.members = members  # type: ignore[assignment]
+    module.ensemble_name = name  # type: ignore[assignment]
+    module._tensor_names = tuple(names)  # type: ignore[assignment]
+    module._tied = tuple(_ties(module, names))  # type: ignore[assignment]
+    module._batched = {}  # type: ignore[assignment]
+    module._member = (_Member(module, original),)  # type: ignore[assignment]

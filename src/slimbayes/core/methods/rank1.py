@@ -1,0 +1,254 @@
+"""Rank1 and BatchEnsemble: W ∘ r sᵀ, one (r, s) per component (Dusenberry 2020; Wen 2020)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.core import posteriors, priors
+from slimbayes.core.kl import check_pair
+from slimbayes.core.layers import is_weighted
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.methods.base import (
+    LATER,
+    Method,
+    Outline,
+    Shared,
+    Traits,
+    add_component_axis,
+    check_choice,
+    check_count,
+    check_flag,
+    check_positive,
+    check_prior,
+    needs_linear,
+)
+from slimbayes.core.options import is_number
+from slimbayes.core.rules.base import Rule
+from slimbayes.core.rules.rank1 import Factor, Rank1Rule
+from slimbayes.sequences.kernels import Several
+
+POSTERIORS = ("normal", "cauchy", "lognormal", "halfcauchy", "delta")
+REDUCTIONS = ("sum", "mean", "monte_carlo")
+SIDES = ("both", "input", "output")
+
+
+@dataclass(frozen=True)
+class Rank1(Method):
+    """W ∘ r sᵀ, distributions over r and s only: y = r ∘ (W (s ∘ x)) + b, per component.
+
+    ``posterior``: "normal", "cauchy", "lognormal", "halfcauchy" or "delta". ``prior=None`` is the posterior's
+    own family at location 1 (0 in log-space, and for additive perturbations) with scale 0.1.
+    ``random_sign_init`` v > 0 starts locations at ±1 with probability v of +1, v ≤ 0 at Normal(1, |v|).
+    ``dropout_rate`` p starts σ at sqrt(p/(1 − p)). ``kl_reduction``: "sum" over components as the reference,
+    "mean" (the convexity bound), or "monte_carlo" (the KL of the joint mixture). ``clip`` bounds samples.
+    ``random``: which of the factors have a distribution, "both", "input" (s) or "output" (r); the other is a point
+    estimate for each component, as BatchEnsemble's: trained, without noise and KL.
+
+    >>> Rank1(components=2, posterior="cauchy").prior is None
+    True
+    """
+
+    components: int = 4
+    posterior: str = "normal"
+    prior: priors.Prior | None = None
+    factors: str = "both"
+    perturbation: str = "multiplicative"
+    random_sign_init: float = -0.5
+    dropout_rate: float = 1e-3
+    kl_reduction: str = "sum"
+    clip: float | None = 10.0
+    components_per_step: int | None = None
+    train_base: bool = True
+    random: str = field(default="both", metadata=LATER)
+
+    def __post_init__(self) -> None:
+        check_count("components", self.components)
+        check_choice("posterior", self.posterior, POSTERIORS)
+        check_choice("factors", self.factors, SIDES)
+        check_choice("perturbation", self.perturbation, ("multiplicative", "additive"))
+        check_choice("kl_reduction", self.kl_reduction, REDUCTIONS)
+        check_choice("random", self.random, SIDES)
+        check_positive("clip", self.clip)
+        check_flag("train_base", self.train_base)
+        check_prior(self.prior, optional=True)
+        _check_sign_init(self.random_sign_init)
+        if self.posterior != "delta":
+            posteriors.dropout_stddev(self.dropout_rate)
+        if self.perturbation == "additive" and self.random_sign_init > 0:
+            raise ValueError(
+                f"random_sign_init={self.random_sign_init} draws ±1, which has no meaning for additive "
+                f"factors around 0; use a value ≤ 0, the standard deviation of their start"
+            )
+        if self.perturbation == "additive" and self.posterior == "lognormal":
+            raise ValueError(
+                "additive factors are centred at 0, which a lognormal never is; use posterior='normal'"
+            )
+        if self.components_per_step is not None:
+            check_count("components_per_step", self.components_per_step)
+            if self.components_per_step > self.components:
+                raise ValueError(
+                    f"components_per_step={self.components_per_step} exceeds components={self.components}"
+                )
+        if self.random != "both":
+            self._check_random()
+        if self.posterior != "delta":
+            one = torch.ones(1)
+            q = type(_spread(self.posterior, one)(one))
+            check_pair(q, type(self._prior().distribution(one)))
+
+    def _check_random(self) -> None:
+        if self.posterior == "delta":
+            raise ValueError(
+                f"random={self.random!r} has no meaning with posterior='delta', of which no factor has a distribution; "
+                f"leave random='both', or use another posterior"
+            )
+        if self.factors not in ("both", self.random):
+            raise ValueError(
+                f"random={self.random!r} with factors={self.factors!r} leaves nothing random: the only factor there is "
+                f"would be a point; use factors='both' or random={self.factors!r}"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits(
+            components=self.components, step_components=self.components_per_step, trains_base=self.train_base,
+            noisy=self.posterior != "delta",
+        )  # fmt: skip
+
+    def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
+        """Layers that multiply by a weight."""
+        return is_weighted(module)
+
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
+        """Why this kind of layer cannot be converted, or None if it can."""
+        return needs_linear("Rank1", layer)
+
+    def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
+        """Add the factors and one bias per component."""
+        inputs = sum(slot.size for slot in layer.input_slots)
+        output = inner = None
+        if self.factors != "input":
+            output = self._factor(layer.output_size, layer.weight, self.random == "input")
+        if self.factors != "output":
+            inner = self._factor(inputs, layer.weight, self.random == "output")
+        add_component_axis(layer, "bias", self.components, shared)
+        additive = self.perturbation == "additive"
+        return Rank1Rule(name, self.components, output, inner, additive, self.clip, self.kl_reduction)
+
+    def _prior(self) -> priors.Prior:
+        if self.prior is not None:
+            return self.prior
+        return _default_prior(self.posterior, 0.0 if self.perturbation == "additive" else 1.0)
+
+    def _factor(self, size: int, like: Tensor, point: bool) -> Factor:
+        neutral = 0.0 if self.perturbation == "additive" else 1.0
+        shape = (self.components, size)
+        prior = self._prior()
+        spread: posteriors.Posterior
+        if point or self.posterior == "delta":
+            return Factor(
+                start_locations(shape, self.random_sign_init, neutral, like),
+                posteriors.DeltaPosterior(),
+                prior,
+            )
+        sigma = start_scales(shape, self.dropout_rate, self.posterior in ("normal", "lognormal"), like)
+        spread = _spread(self.posterior, sigma)
+        if self.posterior == "halfcauchy":  # a location apart from the prior's would make the KL infinite
+            edge = torch.full(shape, prior.loc, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+            return Factor(edge, spread, prior, trainable=False)
+        return Factor(start_locations(shape, self.random_sign_init, neutral, like), spread, prior)
+
+
+@dataclass(frozen=True)
+class BatchEnsemble(Method):
+    """Rank1 with point factors: K networks that share every weight matrix (Wen et al. 2020).
+
+    >>> BatchEnsemble(components=8).components
+    8
+    """
+
+    components: int = 4
+    random_sign_init: float = -0.5
+
+    def __post_init__(self) -> None:
+        check_count("components", self.components)
+        _check_sign_init(self.random_sign_init)
+
+    @property
+    def traits(self) -> Traits:
+        """What conversion and draws need to know."""
+        return Traits(components=self.components, noisy=False)
+
+    def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
+        """Layers that multiply by a weight."""
+        return is_weighted(module)
+
+    def refuses(self, layer: type[Converted] | type[Several]) -> str | None:
+        """Why this kind of layer cannot be converted, or None if it can."""
+        return needs_linear("BatchEnsemble", layer)
+
+    def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
+        """Add the factors and one bias per component."""
+        same = Rank1(self.components, "delta", random_sign_init=self.random_sign_init, clip=None)
+        return same.attach(layer, name, shared)
+
+
+@functools.cache
+def _default_prior(posterior: str, neutral: float) -> priors.Prior:
+    """The paper's prior, one object for all factors: they are compared to be sampled together."""
+    family = {
+        "normal": priors.Normal(neutral, 0.1),
+        "cauchy": priors.Cauchy(neutral, 0.1),
+        "lognormal": priors.LogNormal(0.0, 0.1),
+        "halfcauchy": priors.HalfCauchy(neutral, 0.1),
+        "delta": priors.Normal(neutral, 0.1),
+    }
+    return family[posterior]
+
+
+def _check_sign_init(value: float) -> None:
+    if not is_number(value) or value > 1:
+        raise ValueError(
+            f"random_sign_init must be a probability in (0, 1] or minus a standard deviation, got {value!r}"
+        )
+
+
+def _spread(posterior: str, sigma: Tensor) -> posteriors.Posterior:
+    if posterior == "normal":
+        return posteriors.NormalPosterior(sigma)
+    if posterior == "cauchy":
+        return posteriors.CauchyPosterior(sigma)
+    if posterior == "lognormal":
+        return posteriors.LogNormalPosterior(sigma)
+    return posteriors.HalfCauchyPosterior(sigma)
+
+
+def start_locations(shape: tuple[int, int], sign_init: float, neutral: float, like: Tensor) -> Tensor:
+    """±1 with probability ``sign_init`` of +1 if positive, else Normal(neutral, |sign_init|).
+
+    >>> start_locations((2, 3), 1.0, 1.0, torch.zeros(())).unique().tolist()
+    [1.0]
+    """
+    if sign_init > 0:
+        chosen = torch.rand(shape, device=like.device) < sign_init
+        return chosen.to(like.dtype) * 2.0 - 1.0
+    return neutral + abs(sign_init) * torch.randn(shape, dtype=like.dtype, device=like.device)
+
+
+def start_scales(shape: tuple[int, int], rate: float, jitter: bool, like: Tensor) -> Tensor:
+    """σ with ρ = ρ0 (or TruncatedNormal(ρ0, 0.1) within two deviations), softplus(ρ0) = sqrt(p/(1 − p)).
+
+    >>> round(float(start_scales((1, 1), 1e-3, False, torch.zeros(()))), 5)
+    0.03164
+    """
+    sigma = torch.full(shape, posteriors.dropout_stddev(rate), dtype=like.dtype, device=like.device)
+    rho = posteriors.inverse_softplus(sigma)
+    if jitter:
+        noise = nn.init.trunc_normal_(torch.empty_like(rho), 0.0, 0.1, -0.2, 0.2)
+        rho = rho + noise
+    return nn.functional.softplus(rho)

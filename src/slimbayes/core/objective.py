@@ -1,0 +1,368 @@
+"""``kl``, ``elbo`` and KL schedules: one visible expression, loss = nll + kl_weight · kl / num_data."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.accelerate import switches
+from slimbayes.accelerate.factor_groups import group_kl, has_closed_kl
+from slimbayes.accelerate.gpu.weight_samples import Sums
+from slimbayes.accelerate.weight_kl import Raw, RawPrior, divergence
+from slimbayes.core import distributions as d
+from slimbayes.core.conversion import Record, converted_layers, find_record, layers_and_groups, unwrap
+from slimbayes.core.kl import mixture_kl, total_kl
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.likelihoods import Categorical, Likelihood, check_likelihood
+from slimbayes.core.options import check_least, is_count, is_number
+from slimbayes.core.rules.base import KLTerm
+from slimbayes.core.rules.rank1 import Rank1Rule
+
+_NORM = re.compile(r"Norm(\dd)?$")  # torch's, and as other libraries name theirs: LlamaRMSNorm, LayerNorm2d
+
+_STANDARD = Categorical()
+REDUCTIONS = ("average", "mixture", "logits")
+
+
+def kl(model: nn.Module) -> Tensor:
+    """KL(q‖p) of the whole model: a sum over elements and layers, tied tensors once, in at least float32.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.MeanField())
+    >>> bool(sb.kl(net) > 0)
+    True
+    """
+    record = find_record(model)
+    like = _any_parameter(model)
+    if not torch.is_autocast_enabled(like.device.type):
+        return _kl(model, record, like)
+    with torch.autocast(device_type=like.device.type, enabled=False):
+        return _kl(model, record, like)
+
+
+def _kl(model: nn.Module, record: Record, like: Tensor) -> Tensor:
+    parts: list[Tensor] = []
+    joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
+    seen: set[str] = set()
+    found, groups = layers_and_groups(model)
+    layers = [layer for _, layer in found]
+    if switches.paths.factors:
+        for group in groups:
+            if has_closed_kl(group):
+                parts.append(group_kl(group))
+                seen.update(group.sources)
+    left, record.byproducts = record.byproducts, {}
+    for name, known in left.items():  # what the last draw has of the KL of what it sampled
+        if known.valid(layers):
+            parts.append(known.kl())
+            seen.update([name] if isinstance(known, Sums) else known.names)
+    raw: list[tuple[Raw, RawPrior]] = []
+    for name, q, p, reduction in _terms(model, layers, record, seen):
+        if name in seen:
+            continue
+        seen.add(name)
+        if isinstance(q, Raw):
+            raw.append((q, p))
+        elif reduction == "monte_carlo":
+            joint[q.loc.shape[0]].append((q, p))
+        elif reduction == "mean":
+            parts.append(total_kl(q, p) / q.loc.shape[0])
+        else:
+            parts.append(total_kl(q, p))
+    if raw:
+        parts.append(divergence(raw))
+    for terms in joint.values():
+        parts.append(mixture_kl(terms))
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if len(parts) == 1 and parts[0].dtype == dtype:
+        return parts[0]
+    total = torch.zeros((), device=like.device, dtype=dtype)
+    for part in parts:
+        total = total + part
+    return total
+
+
+def _any_parameter(model: nn.Module) -> Tensor:
+    """The first parameter: ``next(model.parameters())`` without its names."""
+    waiting = [unwrap(model)]
+    while waiting:
+        module = waiting.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                return parameter
+        waiting.extend([child for child in module._modules.values() if child is not None][::-1])
+    return torch.zeros(())
+
+
+def _terms(model: nn.Module, layers: list[Converted], record: Record, done: set[str]) -> Iterator[KLTerm]:
+    for layer in layers:
+        rule = layer.bayes
+        if not rule.covered(done):
+            yield from rule.kl_terms(layer)
+    shared = [
+        method.traits.shared_prior for method in record.methods if method.traits.shared_prior is not None
+    ]
+    if not shared:
+        return
+    converted = {id(p) for layer in layers for p in (*layer.parameters(), layer.weight, layer.bias)}
+    rest = [(n, p) for n, p in unwrap(model).named_parameters() if id(p) not in converted and _trains(p)]
+    for prior in shared:
+        for name, parameter in rest:
+            yield f"shared.{name}", d.Delta(parameter), prior.distribution(parameter), "sum"
+
+
+def _trains(parameter: Tensor) -> bool:
+    """Whether a parameter has a gradient; under vmap what it stands for says so."""
+    if torch.compiler.is_compiling():
+        return parameter.requires_grad
+    while torch._C._functorch.is_batchedtensor(parameter):
+        parameter = torch._C._functorch.get_unwrapped(parameter)
+    return parameter.requires_grad
+
+
+@dataclass
+class ELBO:
+    """The negative evidence lower bound per datum and its parts."""
+
+    loss: Tensor
+    nll: Tensor
+    kl: Tensor
+
+
+def elbo(
+    draws: Tensor,
+    targets: Tensor,
+    model: nn.Module,
+    num_data: int | None = None,
+    likelihood: Likelihood | None = None,
+    reduction: str = "average",
+    kl_weight: float = 1.0,
+) -> ELBO:
+    """loss = nll + kl_weight · kl / num_data, per datum.
+
+    ``num_data`` is the size of the training set. ``reduction`` says how draws enter the nll: "average" of the
+    draws' own (Gibbs), "mixture" (minus log of the mean likelihood) or "logits" (of the mean output).
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
+    >>> x, y = torch.zeros(5, 3), torch.zeros(5, dtype=torch.long)
+    >>> result = sb.elbo(sb.draw(net, x), y, net, num_data=100)
+    >>> bool(torch.isclose(result.loss, result.nll + result.kl / 100))
+    True
+    """
+    likelihood = _STANDARD if likelihood is None else likelihood
+    check_likelihood(likelihood, ("log_prob",))
+    _check_elbo(draws, targets, num_data, reduction, kl_weight)
+    record = find_record(model)
+    nll, per_draw = _nll(likelihood, draws, targets, reduction, bool(record.mixing))
+    divergence = kl(model)
+    # Compiled, the weight of a schedule would become a constant of the code.
+    if type(kl_weight) in (float, int) and type(num_data) is int and not torch.compiler.is_compiling():
+        loss = torch.add(nll, divergence, alpha=kl_weight / num_data)
+    else:
+        loss = nll + kl_weight * divergence / num_data  # type: ignore[operator]
+    if record.mixing:
+        loss = loss + _mixing_score(record, nll, per_draw)
+    return ELBO(loss, nll, divergence)
+
+
+def _check_elbo(draws: Any, targets: Tensor, num_data: int | None, reduction: str, kl_weight: float) -> None:
+    if not isinstance(draws, Tensor):
+        raise TypeError(
+            f"elbo needs the draws as a tensor [draws, batch, ...], got {type(draws).__name__}; for a model "
+            f"that returns several outputs pass the one to score, for example draws.logits"
+        )
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"unknown reduction {reduction!r}; use one of {', '.join(map(repr, REDUCTIONS))}")
+    if num_data is None:
+        raise ValueError("num_data is missing: pass the number of training examples, which scales the KL")
+    if draws.dim() > 1 and draws.shape[1] == 0:
+        raise ValueError(
+            f"the batch is empty: draws have shape {list(draws.shape)}, and a mean over none is NaN"
+        )
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets are a tensor, got {type(targets).__name__}: pass torch.as_tensor(targets)")
+    if type(num_data) is not int and (isinstance(num_data, bool) or not _is_scalar(num_data)):
+        raise ValueError(f"num_data must be the number of training examples, got {num_data!r}")
+    batch = targets.shape[0] if targets.dim() else 1
+    if num_data < batch:
+        raise ValueError(
+            f"num_data={num_data} is smaller than the batch of {batch}: it is the size of the training set"
+        )
+    if type(kl_weight) is not float and not _is_scalar(kl_weight):
+        raise ValueError(f"kl_weight must be a number, got {kl_weight!r}")
+    if not 0 <= kl_weight < math.inf:  # nor NaN; as a comparison it compiles for weights that change
+        raise ValueError(f"kl_weight must be finite and at least 0, got {kl_weight!r}")
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether a value is one finite number: Python's, numpy's, or a tensor of one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def _nll(
+    likelihood: Likelihood, draws: Tensor, targets: Tensor, reduction: str, apart: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The nll, and for the average, where draws are wanted ``apart``, every draw's own loss [draws]."""
+    if reduction == "logits":
+        return -likelihood.log_prob(likelihood.average_logits(draws), targets).mean(), None
+    if reduction == "average" and not apart:
+        mean = getattr(likelihood, "mean_nll", None)  # what has a log_prob alone will do
+        return -likelihood.log_prob(draws, targets).mean() if mean is None else mean(draws, targets), None
+    log_prob = likelihood.log_prob(draws, targets)  # [D, B]
+    if reduction == "mixture":
+        return -(log_prob.logsumexp(0) - math.log(log_prob.shape[0])).mean(), None
+    return -log_prob.mean(), -log_prob.mean(1)
+
+
+def _mixing_score(record: Record, nll: Tensor, per_draw: Tensor | None) -> Tensor:
+    """Zero, with the score-function gradient of E_z[nll] with respect to learned mixing probabilities.
+
+    The average of D draws has ∇E[L] = E[(1/D) Σ_d (L_d − b_d) ∇log p(z_d)], b_d the mean of the other draws'
+    losses; a joint loss (or one draw) has E[(L − b) Σ_d ∇log p(z_d)], b a running mean of earlier losses.
+    """
+    log_prob = torch.stack(record.mixing).sum(0)  # [D]
+    draws = log_prob.shape[0]
+    if per_draw is not None and per_draw.shape[0] != draws:
+        raise ValueError(
+            f"learn_mixing scores the {draws} draws of the last sb.draw, but elbo got {per_draw.shape[0]}; "
+            f"call elbo on the draws that were just made"
+        )
+    if per_draw is not None and draws > 1:
+        losses = per_draw.detach()
+        score = ((losses - (losses.sum() - losses) / (draws - 1)) * log_prob).mean()
+    else:
+        loss = nll.detach()
+        score = (loss - record.baseline) * log_prob.sum()
+        record.baseline = record.baseline + 0.1 * (loss - record.baseline)
+    return score - score.detach()
+
+
+@dataclass(frozen=True)
+class LinearAnnealing:
+    """β_t = min(1, (t + 1)/steps): the rank-1 paper's KL weight at step t = 0, 1, ...
+
+    With a ``start`` it is 0 for so many steps, and grows from there: β_t = (t + 1 − start)/(steps − start).
+
+    >>> [LinearAnnealing(4)(t) for t in (0, 1, 3, 9)]
+    [0.25, 0.5, 1.0, 1.0]
+    >>> [LinearAnnealing(4, start=2)(t) for t in (0, 1, 2, 9)]
+    [0.0, 0.0, 0.5, 1.0]
+    """
+
+    steps: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.steps) and self.steps >= 1):
+            raise ValueError(f"LinearAnnealing needs at least 1 step, got {self.steps!r}")
+        if (
+            isinstance(self.start, bool)
+            or not isinstance(self.start, int)
+            or not 0 <= self.start < self.steps
+        ):
+            raise ValueError(
+                f"LinearAnnealing starts before its weight is whole: start={self.start!r} must be a whole number of at "
+                f"least 0 and below steps={self.steps}"
+            )
+
+    def __call__(self, step: int) -> float:
+        """KL weight at this step."""
+        return min(1.0, max(0, step + 1 - self.start) / (self.steps - self.start))
+
+
+@dataclass(frozen=True)
+class StepAnnealing:
+    """β_t = min(1, coefficient · t), with t rounded down to a multiple of ``every``: the k-tied paper's.
+
+    >>> [StepAnnealing(5e-3, 100)(t) for t in (0, 99, 100, 10_000)]
+    [0.0, 0.0, 0.5, 1.0]
+    """
+
+    coefficient: float
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.coefficient) and self.coefficient > 0 and is_count(self.every)):
+            raise ValueError(
+                f"StepAnnealing needs a positive coefficient and every ≥ 1, got {self.coefficient!r} and "
+                f"{self.every!r}"
+            )
+
+    def __call__(self, step: int) -> float:
+        """KL weight at this step."""
+        return min(1.0, self.coefficient * (step // self.every * self.every))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return any(_NORM.search(kind.__name__) for kind in type(module).__mro__)
+
+
+def parameter_groups(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    factor_lr_multiplier: float = 1.0,
+    decay_norms: bool = True,
+) -> list[dict[str, Any]]:
+    """Optimizer groups: decay where a weight has no prior of its own, none on factors and spreads.
+
+    Decayed: shared weights, biases, norm parameters and EMP/ECMP components. Not decayed: rank-1 factors
+    (their learning rate times ``factor_lr_multiplier``), spreads, mixing logits, MeanField and KTied means. With
+    ``decay_norms=False`` norms are not decayed either, patched or not: torch's, and modules of any class named ...Norm.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
+    >>> [(g["name"], g["weight_decay"]) for g in sb.parameter_groups(net, lr=0.1, weight_decay=1e-4)]
+    [('decayed', 0.0001), ('factors', 0.0)]
+    """
+    for name, value in (
+        ("lr", lr),
+        ("weight_decay", weight_decay),
+        ("factor_lr_multiplier", factor_lr_multiplier),
+    ):
+        check_least(name, value)
+    find_record(model)
+    factors: set[int] = set()
+    plain: set[int] = set()
+    for _, layer in converted_layers(model):
+        own = {id(p) for p in layer.bayes.parameters()}
+        (factors if isinstance(layer.bayes, Rank1Rule) else plain).update(own)
+        plain.update(id(mean) for mean in layer.bayes.means(layer))
+    if not isinstance(decay_norms, bool):
+        raise ValueError(f"decay_norms must be True or False, got {decay_norms!r}")
+    if not decay_norms:
+        norms = [m for m in unwrap(model).modules() if _is_norm(m)]
+        plain.update(id(p) for norm in norms for p in norm.parameters(recurse=False))
+    groups: dict[str, list[nn.Parameter]] = {"decayed": [], "undecayed": [], "factors": []}
+    for parameter in unwrap(model).parameters():
+        if parameter.requires_grad:
+            kind = (
+                "factors"
+                if id(parameter) in factors
+                else "undecayed"
+                if id(parameter) in plain
+                else "decayed"
+            )
+            groups[kind].append(parameter)
+    rates = {"decayed": lr, "undecayed": lr, "factors": lr * factor_lr_multiplier}
+    return [
+        {
+            "name": name,
+            "params": params,
+            "lr": rates[name],
+            "weight_decay": weight_decay if name == "decayed" else 0.0,
+        }
+        for name, params in groups.items()
+        if params
+    ]

@@ -1,0 +1,205 @@
+"""``predict``: draws turned into a predictive distribution, in as little memory as asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.accelerate import switches
+from slimbayes.accelerate.late_tiling import kept, signature
+from slimbayes.accelerate.patch_lookahead import Ahead
+from slimbayes.core.chunks import Pieces, attempt
+from slimbayes.core.conversion import Record, find_record, unwrap
+from slimbayes.core.likelihoods import Categorical, Likelihood, check_likelihood
+from slimbayes.core.memory import Footprint, budget, device_of, footprint, small
+from slimbayes.core.options import check_flag
+from slimbayes.core.passes import check_options, draw_flat
+from slimbayes.core.predictive import CategoricalPredictive, Predictive
+from slimbayes.core.probes import evaluating, plan_for
+from slimbayes.core.rows import FlatInputs, flatten_inputs
+
+_LOOKED: dict[torch.device, tuple[float, float | None]] = {}  # when, and what there was
+_RECENT = 1.0  # seconds
+_SURE = 0.125  # of the memory that there was: a pass of less runs whole
+
+
+def predict(
+    model: nn.Module,
+    *inputs: Any,
+    samples: int = 1,
+    noise: str = "example",
+    seed: int | None = None,
+    likelihood: Likelihood | None = None,
+    chunk: int | None = None,
+    keep_draws: bool = True,
+    shared_inputs: Sequence[str | int] = (),
+    select: Callable[[Any], Tensor] | None = None,
+    first_example: int = 0,
+    **named_inputs: Any,
+) -> Predictive:
+    """Predictive distribution p(y | x) ≈ (1/D) Σ_d p(y | f_d(x)) over D = components × samples draws.
+
+    Runs in eval mode without gradients and restores the model's mode. ``chunk`` bounds the rows (draws ×
+    examples) of one pass, at least one example of every component; None lets the free memory decide. The
+    result is the same as in one pass with the same seed. A pass that runs out of memory is halved and tried
+    again. ``keep_draws=False`` keeps running moments instead of all outputs: memory does not grow with the number of
+    draws, but for what passes hold together, at most about three times the inputs' or a MiB. ``select`` picks the
+    tensor to score from a structured output (default: the tensor itself, or ``.logits``). ``first_example`` is the
+    index of the first example, as in ``draw``.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
+    >>> p = sb.predict(net, torch.zeros(5, 3), samples=8)
+    >>> p.mean.shape, p.mutual_information.shape
+    (torch.Size([5, 2]), torch.Size([5]))
+    """
+    likelihood = Categorical() if likelihood is None else likelihood
+    find_record(model)
+    flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
+    return predict_flat(
+        model, flat, samples, noise, seed, likelihood, chunk, keep_draws, select, first_example
+    )
+
+
+def predict_flat(
+    model: nn.Module,
+    flat: FlatInputs,
+    samples: int,
+    noise: str,
+    seed: int | None,
+    likelihood: Likelihood,
+    chunk: int | None = None,
+    keep_draws: bool = True,
+    select: Callable[[Any], Tensor] | None = None,
+    first_example: int = 0,
+) -> Predictive:
+    """``predict`` on flattened inputs."""
+    check_options(samples, noise, seed, first_example)
+    check_chunk(chunk)
+    check_flag("keep_draws", keep_draws)
+    check_likelihood(likelihood)
+    if select is not None and not callable(select):
+        raise TypeError(f"select must be a function of the network's output, got {select!r}")
+    ahead = Ahead(samples, flat.numel(), find_record(model).places)
+    try:
+        return _predict(
+            model, flat, samples, noise, seed, likelihood, chunk, keep_draws, select, first_example, ahead
+        )
+    finally:
+        ahead.close()
+
+
+def _predict(
+    model: nn.Module,
+    flat: FlatInputs,
+    samples: int,
+    noise: str,
+    seed: int | None,
+    likelihood: Likelihood,
+    chunk: int | None,
+    keep_draws: bool,
+    select: Callable[[Any], Tensor] | None,
+    first_example: int,
+    ahead: Ahead,
+) -> Predictive:
+    record = find_record(model)
+    keyed = seed
+
+    def run(part: FlatInputs, count: int, first_sample: int, start: int) -> Tensor:
+        place = first_example + start
+        output = draw_flat(model, part, count, noise, keyed, place, first_sample, evaluated=True, ahead=ahead)
+        found = scored(output, select)
+        # The next pass may write where this one did: a network compiled to CUDA graphs does.
+        return found if (count, part.batch) == (samples, flat.batch) else found.clone()
+
+    inner = unwrap(model)
+    with torch.no_grad(), evaluating(inner):
+        if chunk is None:
+            fold = _fold(inner, record, flat, samples, noise)
+        else:
+            examples = max(1, min(flat.batch, chunk // record.components))
+            fold = examples, max(1, min(samples, chunk // (record.components * examples)))
+        if chunk is None and fold == (flat.batch, samples):
+            draws = attempt(lambda: run(flat, samples, 0, 0))
+            if draws is not None:
+                if keep_draws and type(likelihood) is Categorical and not torch.compiler.is_compiling():
+                    likelihood.check(draws)
+                    return CategoricalPredictive(likelihood, None, draws)  # most callers want the mean alone
+                return likelihood.predictive(draws if keep_draws else likelihood.moments(draws))
+        if keyed is None:
+            # One function per draw must stay one function in every chunk: chunks are keyed by a random seed.
+            keyed = int(torch.randint(2**62, ()))
+        pieces = Pieces(run, flat, samples, record.components, likelihood, keep_draws)
+        return pieces.all(*fold)
+
+
+def _fold(model: nn.Module, record: Record, flat: FlatInputs, samples: int, noise: str) -> tuple[int, int]:
+    """Examples and samples of one pass: all of them, unless memory is too short for that."""
+    whole = flat.batch, samples
+    if small(record.components * samples * flat.batch, record.components) or torch.compiler.is_compiling():
+        return whole
+    device = device_of(flat.leaves, model)
+    available = _lately(device)
+    if available is None:
+        return whole
+    inputs = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, noise)
+    if inputs is None:
+        return whole
+    key = samples > 1, inputs
+    if key not in record.footprints:
+        record.footprints[key] = traced(model, flat, samples, noise)
+    known = record.footprints[key]
+    if known is None or known.peak(samples, flat.batch) <= _SURE * available:
+        return whole
+    available = budget(device)
+    return whole if available is None else known.fold(samples, flat.batch, available)
+
+
+def _lately(device: torch.device) -> float | None:
+    """The memory that a pass may take, as of the last second: to ask takes as long as to run a small layer."""
+    now = time.monotonic()
+    if device not in _LOOKED or now - _LOOKED[device][0] > _RECENT:
+        _LOOKED[device] = now, budget(device)
+    return _LOOKED[device][1]
+
+
+def traced(model: nn.Module, flat: FlatInputs, samples: int, noise: str) -> Footprint | None:
+    """The memory of a pass, from small ones that leave no trace themselves; None if they fail."""
+
+    def run(count: int, examples: int) -> Any:
+        return draw_flat(model, flat.resized(examples), count, noise, 0, 0, 0, evaluated=True)
+
+    with contextlib.suppress(Exception), kept(model, flat.leaves):
+        # What happens only once is not to be traced: the probe, and the check of rows.
+        record = find_record(model)
+        inputs = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, noise)
+        if switches.paths.late and inputs is not None:
+            plan_for(model, record, flat, noise, inputs)
+        if not record.rows_checked:
+            run(1, 1)
+        return footprint(run, flat.batch, samples)
+    return None
+
+
+def check_chunk(chunk: int | None) -> None:
+    """Raise on a bound of rows that means nothing."""
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk must be a positive number of rows or None, got {chunk!r}")
+
+
+def scored(output: Any, select: Callable[[Any], Tensor] | None = None) -> Tensor:
+    """The tensor of a structured output that is scored: the selected one, the output itself or its logits."""
+    if select is None and type(output) is Tensor:
+        return output
+    scored = select(output) if select is not None else getattr(output, "logits", output)
+    if not isinstance(scored, Tensor):
+        raise TypeError(
+            f"the model returned {type(output).__name__}; tell predict which tensor to score, for example "
+            f"select=lambda output: output[0]"
+        )
+    return scored

@@ -1,0 +1,122 @@
+"""Prior constructors: small frozen records that become distributions beside a tensor."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimbayes.core import distributions as d
+from slimbayes.core.options import check_positive, is_number
+
+
+def _check(name: str, loc: float, scale: float) -> None:
+    if not is_number(loc):
+        raise ValueError(f"{name} prior: loc must be finite, got {loc!r}")
+    check_positive(f"{name} prior: scale", scale, optional=False)
+
+
+def _scalar(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+class Prior(ABC):
+    """A prior over the elements of one tensor."""
+
+    @abstractmethod
+    def distribution(self, like: Tensor, fan_in: int | None = None) -> d.Spread:
+        """The prior of a tensor like ``like``; ``fan_in`` is None for biases and factors."""
+
+
+@dataclass(frozen=True)
+class Normal(Prior):
+    """N(loc, scale²), elementwise.
+
+    >>> Normal(0.0, 1.0)
+    Normal(loc=0.0, scale=1.0)
+    """
+
+    loc: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("Normal", self.loc, self.scale)
+
+    def distribution(self, like: Tensor, fan_in: int | None = None) -> d.Normal:
+        """The prior of a tensor like ``like``."""
+        return d.Normal(_scalar(self.loc, like), _scalar(self.scale, like))
+
+
+@dataclass(frozen=True)
+class Cauchy(Prior):
+    """Cauchy(loc, scale), elementwise.
+
+    >>> Cauchy(1.0, 0.1)
+    Cauchy(loc=1.0, scale=0.1)
+    """
+
+    loc: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("Cauchy", self.loc, self.scale)
+
+    def distribution(self, like: Tensor, fan_in: int | None = None) -> d.Cauchy:
+        """The prior of a tensor like ``like``."""
+        return d.Cauchy(_scalar(self.loc, like), _scalar(self.scale, like))
+
+
+@dataclass(frozen=True)
+class LogNormal(Prior):
+    """exp(N(loc, scale²)): loc and scale in log-space.
+
+    >>> LogNormal(0.0, 0.1)
+    LogNormal(loc=0.0, scale=0.1)
+    """
+
+    loc: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("LogNormal", self.loc, self.scale)
+
+    def distribution(self, like: Tensor, fan_in: int | None = None) -> d.LogNormal:
+        """The prior of a tensor like ``like``."""
+        return d.LogNormal(_scalar(self.loc, like), _scalar(self.scale, like))
+
+
+@dataclass(frozen=True)
+class HalfCauchy(Prior):
+    """loc + |Cauchy(0, scale)|.
+
+    >>> HalfCauchy(1.0, 0.1)
+    HalfCauchy(loc=1.0, scale=0.1)
+    """
+
+    loc: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("HalfCauchy", self.loc, self.scale)
+
+    def distribution(self, like: Tensor, fan_in: int | None = None) -> d.HalfCauchy:
+        """The prior of a tensor like ``like``."""
+        return d.HalfCauchy(_scalar(self.loc, like), _scalar(self.scale, like))
+
+
+@dataclass(frozen=True)
+class HeNormal(Prior):
+    """N(0, 2/fan_in) for weights and N(0, 1) for biases: the k-tied paper's scaled prior.
+
+    >>> q = HeNormal().distribution(torch.zeros(2, 8), fan_in=8)
+    >>> float(q.scale)
+    0.5
+    """
+
+    def distribution(self, like: Tensor, fan_in: int | None = None) -> d.Normal:
+        """The prior of a tensor like ``like``."""
+        scale = 1.0 if fan_in is None else math.sqrt(2.0 / fan_in)
+        return d.Normal(_scalar(0.0, like), _scalar(scale, like))

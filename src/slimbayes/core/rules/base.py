@@ -1,0 +1,199 @@
+"""What rules and operations share: the operation's geometry, the rule's protocol, factors on rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.accelerate import switches
+from slimbayes.accelerate.row_factors import Combine, plain_rowwise, rowwise, scaled
+from slimbayes.core import distributions as d
+from slimbayes.core.context import Frame
+from slimbayes.core.rules.kernel_map import Mapped
+
+__all__ = [
+    "Inputs",
+    "KLTerm",
+    "Operation",
+    "Rule",
+    "Slot",
+    "own_parameter",
+    "parameter_of",
+    "per_draw",
+    "rowwise",
+    "sample",
+    "scale_inputs",
+    "stored",
+    "with_parameters",
+]
+
+Inputs = tuple[Any, ...]
+KLTerm = tuple[str, Any, Any, str]  # (name of the random tensor, q, p, reduction over components)
+
+
+class Slot(NamedTuple):
+    """One float input of an operation: its position among the inputs, its channel axis and size."""
+
+    position: int
+    axis: int
+    size: int
+
+
+class Operation(nn.Module, ABC):
+    """A layer seen by a rule: tensors, geometry, and two ways to run it. Rows are always axis 0."""
+
+    weight: Any  # Tensor; torch's own classes disagree on whether it may be None
+    bias: Any  # Tensor or None
+    linear: ClassVar[bool]  # linear in the weight and in every input
+    float_input: ClassVar[bool]  # the input is numbers, not indices
+    matrix_weight: ClassVar[bool]  # the weight has at least two axes
+    is_matrix: ClassVar[bool]  # a plain matrix product, so that a k-tied variance has a thin form
+    output_axis: ClassVar[int]  # channel axis of the output
+    recurrent: bool = False  # the input is the layer's own state, step after step
+    partial: bool = False  # one of several weights that a layer has
+
+    @property
+    @abstractmethod
+    def input_slots(self) -> tuple[Slot, ...]:
+        """Float inputs that a factor can scale; empty for embeddings."""
+
+    @property
+    @abstractmethod
+    def output_size(self) -> int:
+        """Channels of the output."""
+
+    @property
+    @abstractmethod
+    def fan_in(self) -> int:
+        """Inputs that one output unit sums over: sets the He prior's scale."""
+
+    @abstractmethod
+    def matrix_sides(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The k-tied factors of the weight's matrix as (input side, output side)."""
+
+    @abstractmethod
+    def compute(self, inputs: Inputs, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Run torch's own kernel with this weight and bias."""
+
+    @abstractmethod
+    def grouped(self, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Run with one weight and bias per group of rows: [groups, *shape]."""
+
+
+class Rule(nn.Module, ABC):
+    """How one layer's random tensors are sampled and applied.
+
+    Under the noise modes in ``untiled_noise`` it is called with ``untiled=True`` where its inputs are the same
+    for all draws and not repeated: it needs the rows of one draw only, and returns those of all.
+    """
+
+    name: str
+    untiled_noise: tuple[str, ...] = ()
+    components: int = 1  # into which it takes the rows to be divided
+    drops: bool = False  # dropout of the layer's own is part of the draw
+
+    @abstractmethod
+    def forward(self, op: Operation, inputs: Inputs) -> Tensor:
+        """The layer's output for these inputs."""
+
+    def covered(self, seen: set[str]) -> bool:
+        """Whether the KL of all its random tensors is among those ``seen``, by their names."""
+        return False
+
+    def by_lines(self, op: Operation, frame: Frame) -> Mapped | None:
+        """One weight, with factors [draws, in] and [draws, out] for the rows of every draw; None where it is not so."""
+        return None
+
+    def mapped(self, op: Operation, frame: Frame) -> Mapped:
+        """The kernel's tensors in this call, for a layer that has several kernels."""
+        raise TypeError(
+            f"{type(self).__name__} has no form for layer {self.name!r}, one of several weights in a layer; write its "
+            f"mapped(op, frame), or leave the layer out"
+        )
+
+    @abstractmethod
+    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
+        """The pairs whose KL this layer adds."""
+
+    @abstractmethod
+    def means(self, op: Operation) -> Iterator[Tensor]:
+        """The layer's own tensors whose prior is in the KL: weight decay would count it twice."""
+
+
+def sample(spread: d.Spread, frame: Frame, source: str, per_example: bool, component_axis: bool) -> Tensor:
+    """Samples [K, S, B or 1, *shape] of a spread; its own leading axis is K when ``component_axis``."""
+    loc = spread.loc
+    shape = tuple(loc.shape[1:] if component_axis else loc.shape)
+    if spread.noise is None or frame.noise == "mean":
+        point = spread.point()
+        return point[:, None, None] if component_axis else point[None, None, None]
+    noise = frame.noise_like(spread.noise, source, shape, loc.dtype, loc.device, per_example)
+    if component_axis:
+        spread = with_parameters(spread, lambda tensor: tensor[:, None, None])  # [K, 1, 1, *shape]
+    return spread.from_noise(noise)
+
+
+def with_parameters(spread: d.Spread, change: Callable[[Tensor], Tensor]) -> d.Spread:
+    """The spread, made for this call alone, with its location and scale changed."""
+    spread.loc = change(spread.loc)
+    if isinstance(spread, (d.Normal, d.Cauchy, d.LogNormal, d.HalfCauchy)):
+        spread.scale = change(spread.scale)
+    return spread
+
+
+def scale_inputs(
+    op: Operation,
+    inputs: Inputs,
+    factor: Tensor,
+    frame: Frame,
+    combine: Combine,
+    private: bool = False,
+) -> Inputs:
+    """Combine every float input of the operation with its part of the factor [K, S, B or 1, Σ channels].
+
+    ``private``: the results go into this operation alone, see ``rows.scaled``.
+    """
+    changed = list(inputs)
+    start = 0
+    for slot in op.input_slots:
+        part = factor if slot.size == factor.shape[-1] else factor[..., start : start + slot.size]
+        x = inputs[slot.position]
+        if not frame.tiled:
+            changed[slot.position] = plain_rowwise(x, part, slot.axis, frame, combine)
+        elif private and switches.paths.rows and combine is torch.mul:
+            changed[slot.position] = scaled(x, part, slot.axis, frame, private=True)
+        else:
+            changed[slot.position] = rowwise(x, part, slot.axis, frame, combine)
+        start += slot.size
+    return tuple(changed)
+
+
+def own_parameter(op: Operation, which: str, tensor: Tensor) -> bool:
+    """Whether a layer's tensor is what it will be when the layer runs: its own parameter, which no hook sets."""
+    return parameter_of(op, which) is tensor and not op._forward_pre_hooks
+
+
+def parameter_of(op: Operation, which: str) -> Tensor | None:
+    """A layer's own parameter, or None."""
+    owner, key = stored(op, which)
+    return owner.get(key)
+
+
+def stored(op: Operation, which: str) -> tuple[dict[str, Any], str]:
+    """Where a layer's parameter is, and under which name; that of a kernel lies with the layer that has it."""
+    if "store" not in op.__dict__:
+        return op._parameters, which
+    kernel: Any = op
+    return kernel.store, kernel.names[which] or ""
+
+
+def per_draw(op: Operation, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Run an operation with one weight per draw, [draws, *shape]; one draw calls torch's own kernel."""
+    if weight.shape[0] == 1:
+        # Not weight[0], whose backward pass fills zeros and copies.
+        return op.compute(inputs, weight.squeeze(0), None if bias is None else bias.squeeze(0))
+    return op.grouped(inputs, weight, bias)

@@ -1,0 +1,1 @@
+"""Plain networks that the library itself builds: those of its estimators."""

@@ -1,0 +1,76 @@
+"""``diagnose``: what looks wrong with a model, in words, with the number that says so and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.core.conversion import find_record
+from slimbayes.core.likelihoods import Likelihood
+from slimbayes.verbs.diagnosis import behaviour, members, spreads
+from slimbayes.verbs.diagnosis.findings import SEVERITIES, Diagnosis, Finding
+
+__all__ = ["Diagnosis", "Finding", "diagnose"]
+
+
+@torch.no_grad()
+def diagnose(
+    model: nn.Module,
+    inputs: Any = None,
+    targets: Tensor | None = None,
+    *,
+    num_data: int | None = None,
+    likelihood: Likelihood | None = None,
+    history: Any = None,
+    annealing: Callable[[int], float] | None = None,
+    step: int | None = None,
+    samples: int = 4,
+    seed: int = 0,
+) -> Diagnosis:
+    """Say what looks wrong with a converted model: collapsed components, σ at its cap, exploded factors, and so on.
+
+    The model alone is enough, and each argument lets it see more:
+
+    - ``inputs`` (a tensor, a tuple of arguments or a dict of named ones): draws that are all the same, outputs that
+      are not finite.
+    - ``targets`` of these inputs and ``num_data``: a KL that outweighs the data.
+    - ``history`` (what ``sb.fit`` returned, or its rows), or ``annealing`` and ``step``: a KL still being annealed.
+
+    The result has ``.findings``, ``.ok`` (neither errors nor warnings) and prints as text. Nothing is changed. Where
+    numbers begin to look wrong stands in ``slimbayes.verbs.diagnosis.limits``, with the reasons.
+
+    >>> import slimbayes as sb
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.BatchEnsemble(components=4, random_sign_init=0.0))
+    >>> found = sb.diagnose(net)
+    >>> found.ok, found.kinds
+    (False, {'components-collapsed'})
+    >>> print(found.findings[0].what)
+    the components of factor r are 0 apart on average
+    """
+    find_record(model)
+    found = list(spreads.not_finite(model))
+    looked = ["parameters"]
+    if not found:  # nothing else means anything where there are NaN
+        for check in (
+            spreads.spreads, spreads.factors, spreads.dead, members.components, members.patches, members.unconverted,
+            members.norms,
+        ):  # fmt: skip
+            found += check(model)
+        looked += ["spreads", "components", "layers left alone", "norms"]
+    weight, of_history = behaviour.annealed(history, annealing, step)
+    found += of_history
+    if history is not None or annealing is not None:
+        looked.append("annealing")
+    if inputs is not None:
+        draws = behaviour.outputs(model, inputs, samples, seed)
+        new = list(behaviour.drawn(model, draws))
+        looked.append("draws")
+        if targets is not None and num_data is not None and not any(f.severity == "error" for f in new):
+            new += behaviour.balance(model, draws, targets, num_data, weight, likelihood)
+            looked.append("KL against nll")
+        found += new
+    found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    return Diagnosis(tuple(found), tuple(looked))

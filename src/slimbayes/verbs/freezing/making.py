@@ -1,0 +1,328 @@
+"""``freeze``: a converted model as plain tensors, one function for every draw."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.accelerate.late_tiling import Plan, signature
+from slimbayes.core.context import Draw, Frame
+from slimbayes.core.conversion import ATTRIBUTE, Record, find_record, unwrap
+from slimbayes.core.layers.base import Converted
+from slimbayes.core.layers.dropout import _Active
+from slimbayes.core.layers.embedding import BayesEmbedding
+from slimbayes.core.layers.ensemble import Ensembled
+from slimbayes.core.layers.linear import BayesLinear, TransposedLinear
+from slimbayes.core.layers.norm import _Norm, _TrailingNorm
+from slimbayes.core.probes import plan_for
+from slimbayes.core.rows import FlatInputs, flatten_inputs
+from slimbayes.core.rules.base import Operation
+from slimbayes.core.rules.dropout import DroppedRule
+from slimbayes.core.rules.kernel_map import expand_groups
+from slimbayes.core.rules.meanfield import SampledRule
+from slimbayes.core.rules.patching import IndexedRule, Normalizing
+from slimbayes.core.rules.rank1 import Rank1Rule
+from slimbayes.sequences.kernels import Several
+from slimbayes.verbs.checkpoint import describe_methods
+from slimbayes.verbs.freezing import plain
+from slimbayes.verbs.freezing.kernels import freeze_several
+from slimbayes.verbs.freezing.layers import (
+    Factored,
+    FrozenLayer,
+    Mask,
+    Masked,
+    Matrices,
+    Members,
+    Scaled,
+    Tables,
+)
+from slimbayes.verbs.freezing.network import Frozen
+
+
+@dataclass
+class Making:
+    """What one frozen model is made with: the draw that samples, and who asks for which mask."""
+
+    frame: Frame
+    seed: int
+
+    @property
+    def draws(self) -> int:
+        """Functions that differ."""
+        return self.frame.draws
+
+    def mask(self, source: str, rate: float, axis: int | None) -> Mask:
+        """The mask of one source of dropout."""
+        return Mask(source, rate, axis, self.seed, self.frame.components, self.frame.samples)
+
+
+def freeze(
+    model: nn.Module,
+    draws: int = 8,
+    seed: int = 0,
+    example: Any = None,
+    shared_inputs: Sequence[str | int] = (),
+) -> Frozen:
+    """A plain, deterministic module whose output has the draws axis, ``[draws, batch, ...]``.
+
+    Draw d is the function f_d(x) = f(x; w_d) with w_d sampled once, from the seed: what
+    ``sb.draw(model, x, samples=draws // components, noise="shared", seed=seed)`` returns in evaluation mode, whatever
+    the batch. The model is left as it is, and what is frozen shares no memory with it. ``draws`` must be a multiple of
+    the components of Rank1, BatchEnsemble and DeepEnsemble; the draws of a component stand next to each other.
+
+    ``example``: inputs (a tensor, a tuple, or a dict of named ones) of the form that will come. With them the part of
+    the network that no draw touches is computed once instead of once per draw, and masks of dropout are made now
+    instead of at the first call. ``shared_inputs`` as in ``sb.draw``.
+
+    >>> import slimbayes as sb
+    >>> model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=4))
+    >>> frozen = sb.freeze(model, draws=8)
+    >>> x = torch.randn(5, 3)
+    >>> frozen(x).shape, torch.equal(frozen(x), frozen(x))
+    (torch.Size([8, 5, 2]), True)
+    """
+    record = find_record(model)
+    inner = unwrap(model)
+    components = record.components
+    _check(draws, seed, components)
+    noisy = any(method.traits.noisy for method in record.methods) or bool(record.dropouts)
+    samples = draws // components if noisy else 1
+    flat = None if example is None else _flattened(model, example, shared_inputs)
+    with torch.no_grad():
+        plan = None if flat is None else _plan(inner, record, flat, components * samples)
+        network = copy.deepcopy(inner)
+        network.requires_grad_(False)
+        frame = Frame(components, samples, 1, 1, "shared", Draw(components, samples, 1, "shared", seed))
+        network, masked = _frozen_network(network, Making(frame, seed), plan)
+    metadata = _metadata(record, draws, components, seed)
+    late = None if plan is None else plan.outputs
+    frozen = Frozen(
+        network, draws, components * samples, masked, shared_inputs, late, _arguments(inner), metadata
+    )
+    if flat is not None:
+        args, kwargs = flat.tile(1)
+        with torch.no_grad():
+            frozen(*args, **kwargs)
+    return frozen
+
+
+def _check(draws: int, seed: int, components: int) -> None:
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
+        raise ValueError(f"draws must be an integer of at least 1, got {draws!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed must be an integer, got {seed!r}: a frozen model is one choice of its draws")
+    if draws % components:
+        near = max(1, round(draws / components)) * components
+        raise ValueError(
+            f"draws={draws} is not a multiple of this model's {components} components, each of which gives as many "
+            f"draws as the others; use draws={near}"
+        )
+
+
+def _arguments(model: nn.Module) -> list[str]:
+    """The names of a network's inputs; those of a deep ensemble are its members'."""
+    forward: Any = model.forward
+    if isinstance(model, Ensembled):
+        forward = functools.partial(model._member[0].original.forward, model)
+    gathered = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in inspect.signature(forward).parameters.values() if one.kind not in gathered]
+
+
+def _metadata(record: Record, draws: int, components: int, seed: int) -> dict[str, Any]:
+    return {"methods": describe_methods(record), "draws": draws, "components": components, "seed": seed}
+
+
+def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as they are handed over: a tensor, a tuple of several, or a dict of named ones."""
+    if isinstance(example, dict):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    return (example,), {}
+
+
+def _flattened(model: nn.Module, example: Any, shared: Sequence[str | int]) -> FlatInputs:
+    args, kwargs = as_arguments(example)
+    flat = flatten_inputs(model, args, kwargs, shared)
+    return flat if flat.batch > 1 else flat.resized(2)  # a single example could broadcast by chance
+
+
+def _plan(model: nn.Module, record: Record, flat: FlatInputs, draws: int) -> Plan | None:
+    """Where the rows are repeated for every draw, if that may happen inside the network (``late.py``)."""
+    key = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, "shared")
+    if draws == 1 or key is None:
+        return None
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        return plan_for(model, record, flat, "shared", key)
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _frozen_network(network: nn.Module, making: Making, plan: Plan | None) -> tuple[nn.Module, bool]:
+    """The copy with every converted module replaced; whether it has masks."""
+    replaced: dict[int, tuple[nn.Module, nn.Module]] = {}
+    for module in list(network.modules()):
+        made = _frozen_module(module, making)
+        if made is None:
+            continue
+        source = _source(module)
+        if plan is not None and source in plan.layers:
+            made.repeats = making.draws
+        replaced[id(module)] = (module, made)
+    for module in list(network.modules()):
+        for key, child in list(module._modules.items()):
+            if child is not None and id(child) in replaced and id(module) not in replaced:
+                module._modules[key] = replaced[id(child)][1]
+    network.__dict__.pop(ATTRIBUTE, None)
+    whole = replaced[id(network)][1] if id(network) in replaced else network
+    _forbid(replaced, whole)
+    return whole, any(isinstance(module, Mask) for module in whole.modules())
+
+
+def _forbid(replaced: dict[int, tuple[nn.Module, nn.Module]], whole: nn.Module) -> None:
+    """Calls of what was replaced are errors: a network may hold a layer in a list, too, where it was not found."""
+    used = {id(module) for module in whole.modules()}
+    for old, _ in replaced.values():
+        if id(old) not in used:
+            old.__dict__["forward"] = functools.partial(_unreached, _source(old))
+
+
+def _unreached(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"the network calls its layer {name!r} through something that is no submodule (a list, a dict, a function), "
+        f"where freeze cannot replace it: hold its layers in nn.ModuleList or nn.ModuleDict"
+    )
+
+
+def _check_hooks(module: nn.Module) -> None:
+    """A frozen layer runs no hooks: one that changes outputs would silently be gone."""
+    theirs = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if any(not type(hook).__module__.startswith("torch.nn.utils") for hook in theirs):
+        raise ValueError(
+            f"layer {_source(module)!r} has forward hooks, which its frozen copy would not run: remove them first "
+            f"(handle.remove()), or do what they do in the network's forward"
+        )
+
+
+def _source(module: Any) -> str:
+    if isinstance(module, Converted):
+        return module.bayes.name
+    if isinstance(module, Ensembled):
+        return module.ensemble_name
+    return str(module.source)
+
+
+def _frozen_module(module: nn.Module, making: Making) -> FrozenLayer | None:
+    if isinstance(module, Ensembled):
+        return Members(plain.members(module))
+    if isinstance(module, (_Active, Several, Converted)):
+        _check_hooks(module)
+    if isinstance(module, _Active):
+        return Masked(nn.Identity(), {0: making.mask(module.source, module.p, module.channel_axis)})
+    if isinstance(module, Several):
+        return freeze_several(module, making.frame, making.mask)
+    if not isinstance(module, Converted):
+        return None
+    plain.refresh(module)
+    rule = module.bayes
+    for kind, make in _RULES:
+        if isinstance(rule, kind):
+            return make(module, rule, making)
+    raise TypeError(
+        f"layer {rule.name!r} has a {type(rule).__name__}, of which freeze does not know what a draw is; use one of "
+        f"slimbayes' own rules in your method, or leave the layer out"
+    )
+
+
+def _rank1(layer: Converted, rule: Rank1Rule, making: Making) -> FrozenLayer:
+    s, r = (
+        None
+        if factor is None
+        else expand_groups(rule._factor(factor, which, making.frame).flatten(0, 2), making.draws)
+        for which, factor in (("s", rule.s), ("r", rule.r))
+    )
+    b = None if layer.bias is None else expand_groups(layer.bias, making.draws)
+    if rule.additive and r is not None:
+        b, r = (r if b is None else r + b), None
+    slots = [tuple(slot) for slot in layer.input_slots]
+    # transformers' Conv1D always adds a bias.
+    transposed = isinstance(layer, TransposedLinear)
+    own = plain.linear(layer.weight.t(), None) if transposed else plain.module(layer, layer.weight, None)
+    s, r, b = (None if v is None else _kept(v, making.draws) for v in (s, r, b))
+    return Factored(own, s, r, b, rule.additive, slots, layer.output_axis)  # type: ignore[arg-type]
+
+
+def _sampled(layer: Converted, rule: SampledRule, making: Making) -> FrozenLayer:
+    weight = rule._per_draw(layer, "weight", making.frame)
+    bias = None if layer.bias is None else rule._per_draw(layer, "bias", making.frame)
+    return _by_draw(layer, weight, bias, making.draws)
+
+
+def _indexed(layer: Converted, rule: IndexedRule, making: Making) -> FrozenLayer:
+    frame = making.frame
+    weight = rule._chosen(layer.weight, rule.weight_source, frame)
+    bias = None if layer.bias is None else rule._chosen(layer.bias, rule.bias_source, frame)
+    if rule.own_statistics and isinstance(layer, Normalizing):
+        index = rule._index(layer.weight, frame)
+        mean, variance = (
+            getattr(layer, name).index_select(0, index) for name in ("running_mean", "running_var")
+        )
+        weight = weight * (variance + layer.eps).rsqrt()
+        bias = -mean * weight if bias is None else bias - mean * weight
+        return Scaled(nn.Identity(), weight, bias, 0)
+    return _by_draw(layer, weight, bias, making.draws)
+
+
+def _dropped(layer: Converted, rule: DroppedRule, making: Making) -> FrozenLayer:
+    masks = {
+        slot.position: making.mask(
+            f"{rule.name}.mask{slot.position}", rule.rate, slot.axis if rule.per_channel else None
+        )
+        for slot in layer.input_slots
+    }
+    return Masked(plain.module(layer, layer.weight, layer.bias), masks)
+
+
+def _by_draw(layer: Operation, weight: Tensor, bias: Tensor | None, draws: int) -> FrozenLayer:
+    """A weight and a bias for every draw, in the form that the layer's operation has for many."""
+    weight, bias = _kept(weight, draws), None if bias is None else _kept(bias, draws)
+    if isinstance(layer, BayesLinear):
+        return Matrices(weight, bias)
+    if isinstance(layer, TransposedLinear):
+        return Matrices(weight.transpose(1, 2).contiguous(), bias)
+    if isinstance(layer, _Norm):
+        trailing = len(layer.normalized_shape) if isinstance(layer, _TrailingNorm) else 0
+        return Scaled(plain.module(layer, None, None), weight, bias, trailing)
+    if isinstance(layer, BayesEmbedding):
+        if layer.padding_idx is not None:
+            row = layer.weight[..., layer.padding_idx, :]
+            weight[:, layer.padding_idx] = row[0] if row.dim() > 1 else row
+        return Tables(weight)
+    biases: Sequence[Tensor | None] = [None] * draws if bias is None else bias.unbind(0)
+    return Members([plain.module(layer, w, b) for w, b in zip(weight.unbind(0), biases, strict=True)])
+
+
+def _kept(value: Tensor, draws: int) -> Tensor:
+    """[groups, ...] as [draws, ...], in memory of its own."""
+    if value.shape[0] == 1 and draws > 1:
+        value = value.expand(draws, *value.shape[1:])
+    return expand_groups(value, draws).detach().clone(memory_format=torch.contiguous_format)
+
+
+_RULES: tuple[tuple[type, Callable[..., FrozenLayer]], ...] = (
+    (Rank1Rule, _rank1),
+    (SampledRule, _sampled),
+    (IndexedRule, _indexed),
+    (DroppedRule, _dropped),
+)

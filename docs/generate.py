@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import slimbayes as sb
-from slimbayes.core.layers import TABLE, UNSUPPORTED, WEIGHTED
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.layers.linear import TransposedLinear
+from slimbayes.core.layers.table import TABLE, UNSUPPORTED, WEIGHTED
 from slimbayes.core.methods import METHODS, Method
 from slimbayes.lab.bench.page import page_text
 from slimbayes.lab.bench.results import Results, read_results

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import slimbayes as sb
 from slimbayes.core import context
 from slimbayes.core import distributions as d
-from slimbayes.core.layers import is_weighted
 from slimbayes.core.layers.base import Converted
+from slimbayes.core.layers.table import is_weighted
 from slimbayes.core.methods import METHODS, Method
 from slimbayes.core.methods.base import Outline, Shared, Traits, check_positive, needs_linear
 from slimbayes.core.rules.base import Inputs, KLTerm, Operation, Rule, sample, scale_inputs

@@ -8,8 +8,8 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.core.conversion import find_record
-from slimbayes.core.layers import converted_class
 from slimbayes.core.layers.base import Converted
+from slimbayes.core.layers.table import converted_class
 from slimbayes.core.posteriors import LogNormalPosterior
 from slimbayes.core.rules.rank1 import Rank1Rule
 

@@ -124,7 +124,7 @@ def test_the_same_draws_with_and_without_gradients(name, samples):
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize("operation", ["slimbayes.core.noise", "slimbayes.sampled_weights"])
+@pytest.mark.parametrize("operation", ["slimbayes.noise", "slimbayes.sampled_weights"])
 @pytest.mark.parametrize("name", ["meanfield", "ktied"])
 def test_compiled_code_draws_all_noise_at_once(name, operation):
     if operation == "slimbayes.sampled_weights" and cpu.library() is None:
@@ -144,7 +144,7 @@ def test_compiled_code_draws_all_noise_at_once(name, operation):
         return sb.elbo(sb.draw(model, x), y, model, num_data=100).loss
 
     x, y = torch.randn(8, 40), torch.zeros(8, dtype=torch.long)
-    with sb.fast_paths(native=operation != "slimbayes.core.noise"):
+    with sb.fast_paths(native=operation != "slimbayes.noise"):
         torch.compile(step, fullgraph=True, backend=backend)(x, y).backward()
     assert counts == [[1, 1]]
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())

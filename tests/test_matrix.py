@@ -37,8 +37,8 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 import slimbayes as sb
 from slimbayes.core.context import Draw, activate
 from slimbayes.core.conversion import ATTRIBUTE, find_record
-from slimbayes.core.layers import RECURRENT, TABLE, UNSUPPORTED
 from slimbayes.core.layers.linear import TransposedLinear
+from slimbayes.core.layers.table import RECURRENT, TABLE, UNSUPPORTED
 from slimbayes.core.methods.rank1 import POSTERIORS
 
 DOUBLE, SINGLE = 1e-12, 1e-5  # relative, in float64 and float32

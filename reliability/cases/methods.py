@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.core.layers import converted_class
+from slimbayes.core.layers.table import converted_class
 
 Draw = Callable[..., Any]
 _SCALES = st.sampled_from([1e-3, 0.05, 0.3, 1.0])

@@ -13,9 +13,9 @@ from torch import nn
 import slimbayes as sb
 from reliability.cases import methods, networks
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, same_tree
-from slimbayes.core.layers import WEIGHTED, converted_class
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.layers.ensemble import Ensembled
+from slimbayes.core.layers.table import WEIGHTED, converted_class
 from slimbayes.sequences.kernels import Several
 
 

@@ -31,7 +31,7 @@ from slimbayes.core.methods import (
     Rank1,
 )
 from slimbayes.core.objective import ELBO, LinearAnnealing, StepAnnealing, elbo, kl, parameter_groups
-from slimbayes.core.passes import draw
+from slimbayes.core.draws import draw
 from slimbayes.core.predict import predict
 from slimbayes.core.predictive import Predictive
 from slimbayes.core.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal

@@ -12,7 +12,8 @@ from slimbayes import fast_paths
 from slimbayes.accelerate.gpu import local_launch as local
 from slimbayes.accelerate.gpu.local import local_noise, thin_local, thin_squares
 from slimbayes.accelerate.gpu.local_launch import Tile
-from slimbayes.core.rules.local import add_thin_noise, thin_factors
+from slimbayes.accelerate.thin_noise import add_thin_noise
+from slimbayes.core.rules.local import thin_factors
 
 KERNEL = [pytest.param(True, marks=needs_kernels, id="kernel"), pytest.param(False, id="plain")]
 SEED = torch.tensor([-987654321987654321], device=DEVICE)

@@ -534,7 +534,7 @@ class TestOperation:
         found = works.gradients(model)
         model.zero_grad(set_to_none=True)
         monkeypatch.setattr(context, "SEES_CHECKPOINTS", True)
-        monkeypatch.setattr("slimbayes.core.passes.SEES_CHECKPOINTS", True)
+        monkeypatch.setattr("slimbayes.core.draws.SEES_CHECKPOINTS", True)
         expected, expected_kl = step(x, y)
         expected.backward()
         torch.testing.assert_close((loss, kl), (expected, expected_kl), rtol=1e-5, atol=1e-5)

@@ -20,11 +20,24 @@ from torch import Tensor
 from slimbayes.accelerate import switches
 from slimbayes.accelerate.custom_operation import operation
 from slimbayes.core.noise import transformed
+from slimbayes.core.paths import FastPath
 
 SMALLEST = 1 << 20  # elements of a matrix below which passes over them cost less than the calls
 _MOST_NODES = 40
 _FIXED_NODES = 64  # on a GPU: an error of 1e-6 where u₂/u₁ spreads over a factor of e³⁰
 _TOLERANCE = {torch.float32: 1e-8, torch.float64: 1e-16}
+
+
+class Interpolation(FastPath):
+    """(m + n)·N terms in place of m·n."""
+
+    def on(self) -> bool:
+        """By ``log_sigma``."""
+        return switches.paths.log_sigma
+
+    def log_sigma(self, log_u: Tensor, log_v: Tensor) -> Tensor | None:
+        """Σ log σ of a large matrix of rank 2."""
+        return sum_log_sigma(log_u, log_v) if interpolates(log_u, log_v) else None
 
 
 def sum_log_sigma(log_u: Tensor, log_v: Tensor) -> Tensor:

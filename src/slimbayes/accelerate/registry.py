@@ -1,5 +1,22 @@
-"""The fast paths that are attached: each has a plain twin in core, and is hidden by taking its line away."""
+"""The fast paths that are attached: each has a plain twin in core, and is hidden by taking its line away.
+
+The order is that in which they are asked.
+"""
 
 from __future__ import annotations
 
+from slimbayes.accelerate.bulk_noise import BulkNoise
 from slimbayes.accelerate.compile import factor_operations  # noqa: F401 - registers its operators
+from slimbayes.accelerate.cpu.lstm_layer import LSTMLayers
+from slimbayes.accelerate.log_sigma import Interpolation
+from slimbayes.accelerate.rank1_layers import Rank1Layers
+from slimbayes.accelerate.row_factors import RowFactors
+from slimbayes.core.paths import attach
+
+attach(
+    BulkNoise(),
+    RowFactors(),
+    Rank1Layers(),
+    LSTMLayers(),
+    Interpolation(),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,28 +10,22 @@ from torch.autograd import forward_ad
 
 from slimbayes.accelerate import switches
 from slimbayes.core.context import Frame
+from slimbayes.core.paths import FastPath
+from slimbayes.core.rules.base import combined
 
-Combine = Callable[[Tensor, Tensor], Tensor]
 WIDTH = 512  # floats of a factor repeated side by side, so that inner loops over few channels are long
 
 
-def rowwise(x: Tensor, factor: Tensor, axis: int, frame: Frame, combine: Combine) -> Tensor:
-    """Combine rows ``x`` [R, ...] with a factor [K, S, B or 1, C] along the channel ``axis`` of x."""
-    if switches.paths.rows and combine is torch.mul:
-        return scaled(x, factor, axis, frame)
-    return plain_rowwise(x, factor, axis, frame, combine)
+class RowFactors(FastPath):
+    """Scaling in one sweep, and its gradients in few."""
 
+    def on(self) -> bool:
+        """By ``rows``."""
+        return switches.paths.rows
 
-def plain_rowwise(x: Tensor, factor: Tensor, axis: int, frame: Frame, combine: Combine) -> Tensor:
-    """``rowwise`` by broadcasting over the axes of the frame: the twin of the fast paths."""
-    shape = [1] * (x.dim() - 1)
-    shape[axis if axis < 0 else axis - 1] = factor.shape[-1]
-    factor = factor.to(x.dtype).reshape(*factor.shape[:3], 1, *shape)  # [K, S, B or 1, 1, ..., C, ...]
-    if frame.tiled:
-        x = x.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra))
-        return combine(x, factor).flatten(0, 3)  # [R, ...]
-    result = combine(x.unflatten(0, (frame.batch, frame.extra)), factor)  # [K, S or 1, B, extra, ...]
-    return result.expand(frame.components, frame.samples, *result.shape[2:]).flatten(0, 3)  # [R, ...]
+    def scaled(self, x: Tensor, factor: Tensor, axis: int, frame: Frame, private: bool) -> Tensor | None:
+        """x ∘ f."""
+        return scaled(x, factor, axis, frame, private)
 
 
 def scaled(x: Tensor, factor: Tensor, axis: int, frame: Frame, private: bool = False) -> Tensor:
@@ -67,7 +60,7 @@ def row_product(x: Tensor, factor: Tensor) -> Tensor:
 def affine(y: Tensor, factor: Tensor | None, bias: Tensor | None, axis: int, frame: Frame) -> Tensor:
     """r ∘ y + b for rows y [R, ...] that nobody else holds, a factor [K, S, B or 1, C] and a bias [K, C]."""
     if factor is None:
-        return y if bias is None else plain_rowwise(y, bias[:, None, None], axis, frame, torch.add)
+        return y if bias is None else combined(y, bias[:, None, None], axis, frame, torch.add)
     if bias is None and (torch.is_grad_enabled() or not eager()):
         return scaled(y, factor, axis, frame)
     factor = factor.to(y.dtype)

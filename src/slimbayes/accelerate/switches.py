@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from slimbayes.core.paths import refresh
+
 
 @dataclass
 class FastPaths:
@@ -67,7 +69,9 @@ def fast_paths(every: bool | None = None, **switches: bool) -> Iterator[FastPath
     try:
         for name, value in changed.items():
             setattr(paths, name, value)
+        refresh()
         yield paths
     finally:
         for name, value in before.items():
             setattr(paths, name, value)
+        refresh()

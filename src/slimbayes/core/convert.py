@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from slimbayes.core.conversion import ATTRIBUTE, Record
-from slimbayes.core.layers import converted_class
 from slimbayes.core.layers.base import Converted, expand_saved
 from slimbayes.core.layers.dropout import ACTIVE
 from slimbayes.core.layers.ensemble import Ensembled, ensemble
+from slimbayes.core.layers.table import converted_class
 from slimbayes.core.methods import DeepEnsemble, Method
 from slimbayes.core.methods.base import Shared
 from slimbayes.core.selection import (

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch import distributions as td
 from torch.distributions.kl import register_kl
 
-from slimbayes.accelerate.log_sigma import interpolates, sum_log_sigma
 from slimbayes.core import distributions as d
 from slimbayes.core.noise import fresh_noise
+from slimbayes.core.paths import ASKED, first
 
 _Formula = Callable[[Any, Any], Tensor]
 _CLOSED: dict[tuple[type, type], _Formula] = {}
@@ -69,12 +69,15 @@ def halfcauchy_halfcauchy(q: d.HalfCauchy, p: d.HalfCauchy) -> Tensor:
 def ktied_normal(q: d.KTiedNormal, p: td.Normal) -> Tensor:
     """The Normal formula summed, with Σσ² = Σ_ab (UᵀU)_ab (VᵀV)_ab: no m×n square is formed.
 
-    Σ log σ = n Σ log u + m Σ log v for k = 1; k ≥ 2 needs one pass over U Vᵀ, or interpolation (``logsigma``).
+    Σ log σ = n Σ log u + m Σ log v for k = 1; k ≥ 2 needs one pass over U Vᵀ.
     """
     squares = ((q.u.t() @ q.u) * (q.v.t() @ q.v)).sum()
-    if q.u.shape[1] == 1 or interpolates(q.u, q.v):
-        logs = sum_log_sigma(q.u.log(), q.v.log())
-    else:
+    logs: Tensor | None = None
+    if q.u.shape[1] == 1:
+        logs = len(q.v) * q.u.log().sum() + len(q.u) * q.v.log().sum()
+    elif ASKED.log_sigma:
+        logs = first(ASKED.log_sigma, q.u.log(), q.v.log())
+    if logs is None:
         least = torch.finfo(q.u.dtype).tiny
         u_most, v_most = (
             x.detach().amax(1, keepdim=True).clamp_min(least) for x in (q.u, q.v)

@@ -18,7 +18,7 @@ from slimbayes.core.conversion import Record, find_record, unwrap
 from slimbayes.core.likelihoods import Categorical, Likelihood, check_likelihood
 from slimbayes.core.memory import Footprint, budget, device_of, footprint, small
 from slimbayes.core.options import check_flag
-from slimbayes.core.passes import check_options, draw_flat
+from slimbayes.core.draws import check_options, draw_flat
 from slimbayes.core.predictive import CategoricalPredictive, Predictive
 from slimbayes.core.probes import evaluating, plan_for
 from slimbayes.core.rows import FlatInputs, flatten_inputs

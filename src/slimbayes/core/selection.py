@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from slimbayes.core.layers import RECURRENT, UNSUPPORTED, converted_class
 from slimbayes.core.layers.base import Converted, require_weight
 from slimbayes.core.layers.dropout import ACTIVE
+from slimbayes.core.layers.table import RECURRENT, UNSUPPORTED, converted_class
 from slimbayes.core.methods import DeepEnsemble, Deterministic, MCDropout, Method
 from slimbayes.core.methods.base import Outline
 from slimbayes.sequences.kernels import Kernel, Several

@@ -11,8 +11,8 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from slimbayes.accelerate.cpu import lstm_layer
 from slimbayes.core.context import Frame
+from slimbayes.core.paths import ASKED, first
 from slimbayes.core.rules.dropout import dropped
 from slimbayes.core.rules.kernel_map import Mapped, expand_groups
 from slimbayes.sequences.kernels import KernelNames, Several, on_its_way, repeat_axis
@@ -104,7 +104,7 @@ class _Recurrent(Several):
     def _run(self, x: Tensor, states: State | None) -> tuple[Tensor, State]:
         rows = x.shape[1]
         frame = self._frame(rows)
-        maps = self._by_lines(x, states or (), frame) or self._mapped(frame)
+        maps = first(ASKED.kernels, self, x, states or (), frame) or self._mapped(frame)
         plain = self._by_group(maps, frame)
         groups = max([one.groups for one in maps.values()])
         if not frame.tiled and not (plain and groups == frame.draws):
@@ -212,20 +212,6 @@ class _Recurrent(Several):
         projected = [one.bias is None for key, one in maps.items() if key.startswith("hr")]
         alike = [one.by_group and one.before is None for one in maps.values()]
         return all(alike) and all(projected) and not between
-
-    def _by_lines(self, x: Tensor, states: State, frame: Frame) -> Maps | None:
-        """The kernels with factors for every draw left out of their weights, where that takes less time."""
-        rows = x.shape[1] // frame.draws if frame.tiled else x.shape[1]
-        if self.mode != "LSTM" or self.proj_size > 0 or not lstm_layer.by_lines(x, rows, self.hidden_size):
-            return None
-        maps: Maps = {}
-        for kernel in self.kernels:
-            own = kernel.bayes.by_lines(kernel, frame)
-            if own is None:
-                return None
-            maps[kernel.key] = own
-        pairs = [(maps[f"ih_{end}"], maps[f"hh_{end}"]) for end in self._ends()]
-        return maps if all([lstm_layer.usable(ih, hh, x, states) for ih, hh in pairs]) else None
 
     def _by_layer(
         self, x: Tensor, states: State, maps: Maps, frame: Frame, lengths: Tensor | None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate.cpu import lstm_layer
+from slimbayes.core.paths import ASKED, first
 from slimbayes.core.rules.kernel_map import Mapped
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM, [R, ·] each
@@ -59,13 +59,11 @@ def unroll(
     x may have the rows of one draw where the state has those of all. ``hr`` projects the state of an LSTM. Where
     ``mask`` [T, R, 1] is False a sequence has ended, or not begun.
     """
-    whole = len(state[0]) == x.shape[1]
-    fits = whole or (ih.inner is not None and not torch.is_grad_enabled())
-    if mode == "LSTM" and hr is None and fits and lstm_layer.usable(ih, hh, x, state):
-        if mask is None:
-            return lstm_layer.run(x, state[0], state[1], ih, hh, reverse)
-        return lstm_layer.run_padded(x, state[0], state[1], ih, hh, mask, reverse)
-    if not whole:
+    if hr is None and ASKED.unrolled:
+        made: tuple[Tensor, State] | None = first(ASKED.unrolled, mode, x, state, ih, hh, mask, reverse)
+        if made is not None:
+            return made
+    if len(state[0]) != x.shape[1]:
         x = torch.cat([x] * (len(state[0]) // x.shape[1]), 1)
     inputs = ih(x)
     offset = None if mode == "GRU" else hh.offset(x.shape[1])

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from slimbayes.core.conversion import find_record, unwrap
 from slimbayes.core.likelihoods import Categorical, Likelihood
-from slimbayes.core.passes import check_options
+from slimbayes.core.draws import check_options
 from slimbayes.core.predict import check_chunk, predict_flat
 from slimbayes.core.rows import flatten_inputs
 

@@ -11,16 +11,81 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from slimbayes.accelerate import switches
 from slimbayes.accelerate.cpu import lstm as kernels
 from slimbayes.accelerate.cpu.lstm_steps import Backward, Forward, Given
+from slimbayes.core.context import Frame
 from slimbayes.core.noise import transformed
-from slimbayes.core.rules.kernel_map import Mapped, expand_groups
+from slimbayes.core.paths import FastPath
+from slimbayes.core.rules.kernel_map import Mapped, by_draw, expand_groups
+from slimbayes.core.rules.rank1 import Rank1Rule
+from slimbayes.sequences.kernels import Kernel, Several
 
 _BLOCK = 1 << 20  # numbers of a block's gates
 _PART = 1 << 18  # gates of the rows that a thread predicts together
 Pair = tuple[Tensor, tuple[Tensor, Tensor]]
+
+
+class LSTMLayers(FastPath):
+    """Layers whose rows have factors of their own."""
+
+    def on(self) -> bool:
+        """By ``rows``."""
+        return switches.paths.rows
+
+    def kernels(
+        self, layer: nn.Module, x: Tensor, states: tuple[Tensor, ...], frame: Frame
+    ) -> dict[str, Mapped] | None:
+        """The kernels with factors for every draw left out of their weights, where that takes less time."""
+        assert isinstance(layer, Several)
+        rows = x.shape[1] // frame.draws if frame.tiled else x.shape[1]
+        if layer.mode != "LSTM" or layer.proj_size > 0 or not by_lines(x, rows, layer.hidden_size):
+            return None
+        maps: dict[str, Mapped] = {}
+        for kernel in layer.kernels:
+            own = _factored(kernel, frame)
+            if own is None:
+                return None
+            maps[kernel.key] = own
+        ends = [key.removeprefix("ih_") for key in maps if key.startswith("ih_")]
+        return (
+            maps if all([usable(maps[f"ih_{end}"], maps[f"hh_{end}"], x, states) for end in ends]) else None
+        )
+
+    def unrolled(
+        self,
+        mode: str,
+        x: Tensor,
+        state: tuple[Tensor, ...],
+        ih: Mapped,
+        hh: Mapped,
+        mask: Tensor | None,
+        reverse: bool,
+    ) -> Pair | None:
+        """An LSTM's outputs and last state; without gradients x may have the rows of one draw, which stand for all."""
+        fits = len(state[0]) == x.shape[1] or (ih.inner is not None and not torch.is_grad_enabled())
+        if mode != "LSTM" or not fits or not usable(ih, hh, x, state):
+            return None
+        if mask is None:
+            return run(x, state[0], state[1], ih, hh, reverse)
+        return run_padded(x, state[0], state[1], ih, hh, mask, reverse)
+
+
+def _factored(kernel: Kernel, frame: Frame) -> Mapped | None:
+    """One weight, with factors [draws, in] and [draws, out] for the rows of every draw; None where it is not so."""
+    rule = kernel.bayes
+    if not isinstance(rule, Rank1Rule) or rule.additive:
+        return None
+    pairs = ((rule.s, "s"), (rule.r, "r"))
+    s, r = (None if f is None else rule.sample_factor(f, name, frame) for f, name in pairs)
+    if any([f is not None and f.shape[2] != 1 for f in (r, s)]):
+        return None
+    draws = frame.components, frame.samples, 1
+    inner, outer = (None if f is None else by_draw(f.expand(*draws, f.shape[-1])) for f in (s, r))
+    bias = None if kernel.bias is None else frame.pick(kernel.bias)
+    return Mapped(kernel.weight.unsqueeze(0), bias, inner, outer)
 
 
 def usable(ih: Mapped, hh: Mapped, x: Tensor, state: tuple[Tensor, ...]) -> bool:

@@ -16,6 +16,7 @@ from slimbayes.accelerate.gpu.joint_parameters import join, part
 from slimbayes.accelerate.gpu.launch import INTERPRETED, available, ceil_div, launch, power_of_two
 from slimbayes.accelerate.gpu.rows import batched
 from slimbayes.core.compiler import constant
+from slimbayes.core.distributions import bounded_exp
 
 _NOISE = {
     "normal": "normal", "lognormal": "normal", "cauchy": "cauchy", "halfcauchy": "cauchy", "delta": "none",
@@ -253,7 +254,7 @@ def _plain_sample(
     sigma = F.softplus(rho.to(wide)) + 1e-7
     value = torch.addcmul(loc.to(wide)[:, None], sigma[:, None], noise)
     if family == "lognormal":
-        value = plain_twins.bounded_exp(value)
+        value = bounded_exp(value)
         return value, noise, value
     return value, noise, None
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from slimbayes.core.layers import is_weighted
 from slimbayes.core.layers.base import Converted
+from slimbayes.core.layers.table import is_weighted
 from slimbayes.core.methods.base import (
     Method,
     Outline,

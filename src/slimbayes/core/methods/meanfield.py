@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from slimbayes.core import distributions as d
 from slimbayes.core import priors
 from slimbayes.core.kl import check_pair
-from slimbayes.core.layers import is_weighted
 from slimbayes.core.layers.base import Converted
+from slimbayes.core.layers.table import is_weighted
 from slimbayes.core.methods.base import (
     Method,
     Outline,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from slimbayes.core import priors
-from slimbayes.core.layers import EMBEDDINGS, NORMS, is_weighted
 from slimbayes.core.layers.base import Converted, constant_row
+from slimbayes.core.layers.table import EMBEDDINGS, NORMS, is_weighted
 from slimbayes.core.methods.base import (
     Method,
     Outline,

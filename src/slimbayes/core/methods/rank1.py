@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from slimbayes.core import posteriors, priors
 from slimbayes.core.kl import check_pair
-from slimbayes.core.layers import is_weighted
 from slimbayes.core.layers.base import Converted
+from slimbayes.core.layers.table import is_weighted
 from slimbayes.core.methods.base import (
     LATER,
     Method,

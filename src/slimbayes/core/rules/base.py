@@ -9,10 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.accelerate import switches
-from slimbayes.accelerate.row_factors import Combine, plain_rowwise, rowwise, scaled
 from slimbayes.core import distributions as d
 from slimbayes.core.context import Frame
+from slimbayes.core.paths import ASKED, first
 from slimbayes.core.rules.kernel_map import Mapped
 
 __all__ = [
@@ -31,6 +30,7 @@ __all__ = [
     "with_parameters",
 ]
 
+Combine = Callable[[Tensor, Tensor], Tensor]
 Inputs = tuple[Any, ...]
 KLTerm = tuple[str, Any, Any, str]  # (name of the random tensor, q, p, reduction over components)
 
@@ -104,10 +104,6 @@ class Rule(nn.Module, ABC):
         """Whether the KL of all its random tensors is among those ``seen``, by their names."""
         return False
 
-    def by_lines(self, op: Operation, frame: Frame) -> Mapped | None:
-        """One weight, with factors [draws, in] and [draws, out] for the rows of every draw; None where it is not so."""
-        return None
-
     def mapped(self, op: Operation, frame: Frame) -> Mapped:
         """The kernel's tensors in this call, for a layer that has several kernels."""
         raise TypeError(
@@ -145,6 +141,32 @@ def with_parameters(spread: d.Spread, change: Callable[[Tensor], Tensor]) -> d.S
     return spread
 
 
+def rowwise(
+    x: Tensor, factor: Tensor, axis: int, frame: Frame, combine: Combine, private: bool = False
+) -> Tensor:
+    """Combine rows ``x`` [R, ...] with a factor [K, S, B or 1, C] along the channel ``axis`` of x.
+
+    ``private``: the result goes into one linear operation and nowhere else.
+    """
+    if frame.tiled and combine is torch.mul and ASKED.scaled:
+        made: Tensor | None = first(ASKED.scaled, x, factor, axis, frame, private)
+        if made is not None:
+            return made
+    return combined(x, factor, axis, frame, combine)
+
+
+def combined(x: Tensor, factor: Tensor, axis: int, frame: Frame, combine: Combine) -> Tensor:
+    """Combine rows ``x`` [R, ...] with a factor [K, S, B or 1, C] along the channel ``axis`` of x, by broadcasting."""
+    shape = [1] * (x.dim() - 1)
+    shape[axis if axis < 0 else axis - 1] = factor.shape[-1]
+    factor = factor.to(x.dtype).reshape(*factor.shape[:3], 1, *shape)  # [K, S, B or 1, 1, ..., C, ...]
+    if frame.tiled:
+        x = x.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra))
+        return combine(x, factor).flatten(0, 3)  # [R, ...]
+    result = combine(x.unflatten(0, (frame.batch, frame.extra)), factor)  # [K, S or 1, B, extra, ...]
+    return result.expand(frame.components, frame.samples, *result.shape[2:]).flatten(0, 3)  # [R, ...]
+
+
 def scale_inputs(
     op: Operation,
     inputs: Inputs,
@@ -155,19 +177,14 @@ def scale_inputs(
 ) -> Inputs:
     """Combine every float input of the operation with its part of the factor [K, S, B or 1, Σ channels].
 
-    ``private``: the results go into this operation alone, see ``rows.scaled``.
+    ``private``: the results go into this operation alone.
     """
     changed = list(inputs)
     start = 0
     for slot in op.input_slots:
         part = factor if slot.size == factor.shape[-1] else factor[..., start : start + slot.size]
         x = inputs[slot.position]
-        if not frame.tiled:
-            changed[slot.position] = plain_rowwise(x, part, slot.axis, frame, combine)
-        elif private and switches.paths.rows and combine is torch.mul:
-            changed[slot.position] = scaled(x, part, slot.axis, frame, private=True)
-        else:
-            changed[slot.position] = rowwise(x, part, slot.axis, frame, combine)
+        changed[slot.position] = rowwise(x, part, slot.axis, frame, combine, private)
         start += slot.size
     return tuple(changed)
 

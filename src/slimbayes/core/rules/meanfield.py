@@ -11,6 +11,7 @@ from slimbayes.accelerate import switches
 from slimbayes.accelerate.gpu import weight_samples
 from slimbayes.accelerate.gpu.local import local_noise, thin_squares
 from slimbayes.accelerate.gpu.noise import packed_signs
+from slimbayes.accelerate.thin_noise import add_thin_noise
 from slimbayes.accelerate.weight_kl import Byproduct, Raw, RawPrior, raw_prior, raw_spread
 from slimbayes.accelerate.weight_samples import by_kernel, make_weights, sample_weights
 from slimbayes.core import context
@@ -21,7 +22,6 @@ from slimbayes.core.priors import Prior
 from slimbayes.core.rules.base import Inputs, KLTerm, Operation, Rule, per_draw, rowwise, sample, scale_inputs
 from slimbayes.core.rules.kernel_map import Flips, Local, Mapped, by_row
 from slimbayes.core.rules.local import (
-    add_thin_noise,
     local_squares,
     local_variance,
     spoil_infinite,

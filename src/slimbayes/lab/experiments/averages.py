@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slimbayes.accelerate.patch_lookahead import Ahead
 from slimbayes.core.conversion import find_record
-from slimbayes.core.passes import draw_flat
+from slimbayes.core.draws import draw_flat
 from slimbayes.core.probes import evaluating
 from slimbayes.core.rows import flatten_inputs
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slimbayes.core.conversion import converted_layers
 from slimbayes.core.objective import elbo
-from slimbayes.core.passes import draw
+from slimbayes.core.draws import draw
 from slimbayes.core.posteriors import KTiedPosterior
 from slimbayes.lab.experiments.networks import Prepared
 from slimbayes.lab.experiments.session import Probe, Session

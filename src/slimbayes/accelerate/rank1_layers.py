@@ -1,0 +1,122 @@
+"""A rank-1 layer in fewer sweeps: by kernels in C, with factors folded into the weight, or scaled on the rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.accelerate import factor_folding, factor_product, row_factors, switches
+from slimbayes.accelerate.cpu import factor_sweep, product_sweep
+from slimbayes.accelerate.factor_noise import sample_factor
+from slimbayes.accelerate.gpu import factor_convolution
+from slimbayes.core.context import Frame
+from slimbayes.core.paths import FastPath
+from slimbayes.core.posteriors import DeltaPosterior
+from slimbayes.core.rules.base import Inputs, Operation, Rule, rowwise, scale_inputs
+from slimbayes.core.rules.rank1 import Factor, Rank1Rule, picked
+
+
+class Rank1Layers(FastPath):
+    """y = r ∘ op(s ∘ x, W) + b_k by the cheapest way for the layer's shape."""
+
+    def on(self) -> bool:
+        """By ``rows``, ``folded`` or ``factors``."""
+        return switches.paths.rows or switches.paths.folded or switches.paths.factors
+
+    def factor(self, rule: Rule, factor: nn.Module, which: str, frame: Frame) -> Tensor | None:
+        """A factor's samples in one sweep."""
+        if not switches.paths.factors:
+            return None
+        assert isinstance(rule, Rank1Rule) and isinstance(factor, Factor)
+        stream = ("r", "s").index(which)
+        made = factor_sweep.sampled(factor, stream, rule.clip, frame, rule.name)
+        if made is not None:  # as the kernels make it, which may take another call of this layer
+            return made
+        return sample_factor(picked(factor, frame), frame, f"{rule.name}.{which}", rule.clip)
+
+    def output(self, rule: Rule, op: Operation, inputs: Inputs, frame: Frame) -> Tensor | None:
+        """The output of a multiplicative rank-1 layer."""
+        if type(rule) is not Rank1Rule or rule.additive:
+            return None
+        if factor_sweep.usable(op, inputs[0], frame):
+            made = _by_kernels(rule, op, inputs, frame)
+            if made is not None:
+                return made
+        return _by_torch(rule, op, inputs, frame)
+
+
+def _by_torch(rule: Rank1Rule, op: Operation, inputs: Inputs, frame: Frame) -> Tensor:
+    """In torch's operations, and by GPU kernels."""
+    s = None if rule.s is None else rule.sample_factor(rule.s, "s", frame)  # [K, S, B or 1, C]
+    r = None if rule.r is None else rule.sample_factor(rule.r, "r", frame)
+    bias = None if op.bias is None else frame.pick(op.bias)  # [K, C]
+    untiled = not frame.tiled
+    if untiled and s is not None:
+        inputs, s = scale_inputs(op, inputs, s, frame, torch.mul), None  # to the rows of all draws
+        frame.tiled = True
+    choice = factor_folding.choose(op, inputs, r, s, frame)
+    rows = choice is factor_folding.ROWS and not untiled
+    if rows and factor_convolution.usable(op, inputs[0], s, r, frame):
+        y = factor_convolution.convolved(op, inputs[0], s, r)
+        return y if bias is None else row_factors.affine(y, None, bias, op.output_axis, frame)
+    if not choice.outer and factor_product.usable(op, inputs[0], s, r):
+        return factor_product.factored(op, inputs[0], s, r, bias, frame, by_draw=choice.inner)
+    if s is not None and not choice.inner:
+        inputs = scale_inputs(op, inputs, s, frame, torch.mul, private=True)
+    if choice.outer:  # then whatever there is of s is in the weight too
+        return factor_folding.apply(op, inputs, r, s, bias, frame)
+    inner = choice.inner
+    y = (
+        factor_folding.apply(op, inputs, None, s, None, frame)
+        if inner
+        else op.compute(inputs, op.weight, None)
+    )
+    if switches.paths.rows:
+        return row_factors.affine(y, r, bias, op.output_axis, frame)
+    if r is not None:
+        y = rowwise(y, r, op.output_axis, frame, torch.mul)
+    return y if bias is None else rowwise(y, bias[:, None, None], op.output_axis, frame, torch.add)
+
+
+def _by_kernels(rule: Rank1Rule, op: Operation, inputs: Inputs, frame: Frame) -> Tensor | None:
+    """By CPU kernels; None where they do not do it, or other ways take less time."""
+    x, (r, s) = inputs[0], (rule._modules.get("r"), rule._modules.get("s"))
+    if frame.tiled and (frame.noise == "shared" or not (_noisy(s) or _noisy(r))):
+        if not op.is_matrix or x.numel() > factor_sweep.MANY:
+            choice = factor_folding.choose_shared(op, inputs, r is not None, s is not None, frame)
+            if choice.outer or (choice.inner and not op.is_matrix):
+                return None
+    elif not frame.tiled and s is None:
+        return None
+    outer, inner = (
+        None if f is None else factor_sweep.seeded(f, stream, rule.clip, frame, rule.name)  # type: ignore[arg-type]
+        for stream, f in enumerate((r, s))
+    )
+    if (outer is None) != (r is None) or (inner is None) != (s is None):
+        return None
+    bias = factor_sweep.held(op, "bias")
+    if bias is not None:
+        bias = frame.pick(bias).contiguous()  # [K, C]
+    if op.is_matrix:
+        return product_sweep.multiplied(op, x.contiguous(), inner, outer, bias, frame)
+    slots = op.input_slots
+    if len(slots) != 1 or slots[0].position != 0:
+        return None
+    if inner is not None:
+        draws = 1 if frame.tiled else frame.draws
+        changed = factor_sweep.scaled(x, inner, None, slots[0].axis, draws, private=True)
+        if changed is None:
+            return None
+        x = changed
+    y = op.compute((x, *inputs[1:]), op.weight, None)
+    if outer is None:
+        frame.tiled = True
+        return row_factors.affine(y, None, bias, op.output_axis, frame)
+    done = factor_sweep.scaled(y, outer, bias, op.output_axis, own=True)
+    return (
+        factor_sweep.scaled(y.contiguous(), outer, bias, op.output_axis, own=True) if done is None else done
+    )
+
+
+def _noisy(factor: nn.Module | None) -> bool:
+    return factor is not None and type(factor._modules["spread"]) is not DeltaPosterior

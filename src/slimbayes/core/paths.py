@@ -1,0 +1,118 @@
+"""Where faster ways to the same numbers attach: core asks at few places, and goes its own way if none answers.
+
+Core knows no path. A path says "not me" by returning None; the first that answers is taken. Who is asked is settled
+when paths attach or are switched, not while a network runs, so that a compiler sees a fixed row of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from slimbayes.core.context import Frame
+    from slimbayes.core.rules.base import Inputs, Operation, Rule
+    from slimbayes.core.rules.kernel_map import Mapped
+
+Way = Callable[..., Any]
+
+
+class FastPath:
+    """Another way to what core computes, with the same numbers (the same distribution where no seed is given)."""
+
+    def on(self) -> bool:
+        """Whether it is switched on."""
+        return True
+
+    def noise(
+        self, kind: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
+        """Standard noise that torch's generators govern: ``core.noise.fresh_noise``."""
+
+    def log_sigma(self, log_u: Tensor, log_v: Tensor) -> Tensor | None:
+        """Σ log σ of the k-tied σ = U Vᵀ, k ≥ 2: ``core.kl.ktied_normal``."""
+
+    def scaled(self, x: Tensor, factor: Tensor, axis: int, frame: Frame, private: bool) -> Tensor | None:
+        """x ∘ f for rows x [R, ...] and f [K, S, B or 1, C] along an axis: ``core.rules.base.rowwise``.
+
+        ``private``: the result goes into one linear operation and nowhere else.
+        """
+
+    def output(self, rule: Rule, op: Operation, inputs: Inputs, frame: Frame) -> Tensor | None:
+        """A layer's output: the rule's own forward pass."""
+
+    def factor(self, rule: Rule, factor: nn.Module, which: str, frame: Frame) -> Tensor | None:
+        """Samples [K, S, B or 1, C] of a rank-1 layer's factor "r" or "s": ``core.rules.rank1``."""
+
+    def members(
+        self, root: nn.Module, use: Way, stacked: dict[str, Tensor], call: tuple[Any, ...], split: bool
+    ) -> Any:
+        """The output of all members of an ensemble: ``core.layers.ensemble``."""
+
+    def kernels(
+        self, layer: nn.Module, x: Tensor, states: tuple[Tensor, ...], frame: Frame
+    ) -> dict[str, Mapped] | None:
+        """What the kernels of a recurrent layer do with inputs [T, R, in]: ``sequences.recurrent``."""
+
+    def unrolled(
+        self,
+        mode: str,
+        x: Tensor,
+        state: tuple[Tensor, ...],
+        ih: Mapped,
+        hh: Mapped,
+        mask: Tensor | None,
+        reverse: bool,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Outputs [T, R, H] and the last state of one recurrent layer and direction: ``sequences.steps``."""
+
+
+QUESTIONS = ("noise", "log_sigma", "scaled", "output", "factor", "members", "kernels", "unrolled")
+
+
+class Asked:
+    """The ways that are asked, by question."""
+
+    noise: tuple[Way, ...] = ()
+    log_sigma: tuple[Way, ...] = ()
+    scaled: tuple[Way, ...] = ()
+    output: tuple[Way, ...] = ()
+    factor: tuple[Way, ...] = ()
+    members: tuple[Way, ...] = ()
+    kernels: tuple[Way, ...] = ()
+    unrolled: tuple[Way, ...] = ()
+
+
+ASKED = Asked()
+_ATTACHED: list[FastPath] = []
+
+
+def attach(*paths: FastPath) -> None:
+    """Ask these paths from now on, in this order, after those that are attached already."""
+    _ATTACHED.extend(paths)
+    refresh()
+
+
+def refresh() -> None:
+    """Settle anew who is asked: a path has been switched on or off."""
+    on = [path for path in _ATTACHED if path.on()]
+    for question in QUESTIONS:
+        plain = getattr(FastPath, question)
+        ways = tuple([getattr(path, question) for path in on if getattr(type(path), question) is not plain])
+        setattr(ASKED, question, ways)
+
+
+def first(ways: tuple[Way, ...], *given: Any) -> Any:
+    """What the first way that does not pass makes of what is given; None if all pass.
+
+    >>> first((lambda x: None, lambda x: x + 1), 1), first((), 1)
+    (2, None)
+    """
+    for way in ways:
+        made = way(*given)
+        if made is not None:
+            return made
+    return None

@@ -1,7 +1,6 @@
 """Samples that are made before the network runs, and what may happen between that and their use."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
-from slimbayes.core import context
-from slimbayes.core.conversion import find_record
 from slimbayes.core.posteriors import NormalPosterior
 from slimbayes.core.probes import evaluating
 
@@ -56,11 +53,11 @@ def gradients(model):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_checkpointed_layers_sample_for_themselves(method, reentrant):
+def test_checkpointed_layers(method, reentrant):
     checkpointed, plain = pair(method, reentrant)
     for model in (checkpointed, plain):
         x = X.clone().requires_grad_()
-        for step in range(2):  # nothing is sampled ahead in the second
+        for step in range(2):
             model.zero_grad(set_to_none=True)
             sb.draw(model, x, seed=3 + step).square().sum().backward()
     for a, b in zip(gradients(checkpointed), gradients(plain), strict=True):
@@ -78,7 +75,6 @@ def test_recomputed_layers_see_the_noise_of_their_own_draw(method, reentrant):
         torch.manual_seed(5)
         return (sb.draw(model, x) - sb.draw(other, X).detach()).square().sum()
 
-    loss()  # from here on nothing is sampled ahead, and the generator gives the same every time
     loss().backward()
     keep, step = model.a.weight[0, 0].item(), 1e-6
     values = []
@@ -87,19 +83,6 @@ def test_recomputed_layers_see_the_noise_of_their_own_draw(method, reentrant):
         values.append(loss().item())
     slope = (values[0] - values[1]) / (2 * step)
     assert model.a.weight.grad[0, 0].item() == pytest.approx(slope, rel=1e-4)
-    if context.SEES_CHECKPOINTS:
-        assert find_record(model).checkpointed and not find_record(other).checkpointed
-
-
-@pytest.mark.skipif(
-    not context.SEES_CHECKPOINTS,
-    reason="this version of torch cannot tell checkpointing: nothing is sampled ahead",
-)
-def test_nothing_is_kept_after_the_draw():
-    model = sb.bayesianize(Net().to(F64), sb.MeanField())
-    sb.draw(model, X)
-    finished = context._STATE.finished
-    assert finished is not None and not finished.prefilled and not finished.cache
 
 
 def test_pruned_weights_are_those_of_the_step():
@@ -179,53 +162,3 @@ def test_scripted_modules_and_own_eval_are_put_into_eval_mode():
     with evaluating(own):
         pass
     assert own.calls == 1 and own.training
-
-
-def test_a_backward_pass_in_another_thread_runs_the_latest_draw_again(monkeypatch):
-    """That of a GPU has threads of its own; one that has drawn itself keeps to its own draw."""
-    model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=2))
-    found = []
-
-    def look():
-        found.append(context._recomputed_draw())
-
-    def draw_and_look():
-        sb.draw(model, torch.zeros(4, 3), samples=5)
-        look()
-
-    def in_a_thread(work):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-
-    sb.draw(model, torch.zeros(4, 3), samples=3, seed=8)
-    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
-    in_a_thread(look)
-    look()
-    in_a_thread(draw_and_look)
-    look()
-    assert [(one.samples, one.seed) for one in found] == [(3, 8), (3, 8), (5, None), (3, 8)]
-    monkeypatch.undo()
-    model(torch.zeros(4, 3))  # no draw
-    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
-    in_a_thread(look)
-    assert found[-1] is None
-
-
-def test_a_draw_that_runs_again_leaves_its_thread_a_stranger(monkeypatch):
-    """A thread that only runs backward passes, and in one of them a checkpointed draw, keeps looking at the latest."""
-    model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=2))
-    found = []
-
-    def again():
-        sb.draw(model, torch.zeros(4, 3), samples=5)
-        monkeypatch.setitem(context._LATEST, "draw", latest)
-        found.append(context._recomputed_draw())
-
-    sb.draw(model, torch.zeros(4, 3), samples=3)
-    latest = context._LATEST["draw"]
-    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
-    thread = threading.Thread(target=again)
-    thread.start()
-    thread.join()
-    assert found == [latest]

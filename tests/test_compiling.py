@@ -288,7 +288,7 @@ def test_draw_and_kl_of_one_compiled_call_share_the_joined_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(factor_groups, "DEVICES", ("cpu",))
-    monkeypatch.setattr("slimbayes.core.draws.DEVICES", ("cpu",))
+    monkeypatch.setattr("slimbayes.accelerate.factor_groups.DEVICES", ("cpu",))
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), sb.Rank1(components=2))
@@ -316,7 +316,7 @@ def test_point_factors_of_all_convolutions_are_repeated_at_once(
     clip: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(factor_groups, "DEVICES", ("cpu",))
-    monkeypatch.setattr("slimbayes.core.draws.DEVICES", ("cpu",))
+    monkeypatch.setattr("slimbayes.accelerate.factor_groups.DEVICES", ("cpu",))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(32, 3))
     model = sb.bayesianize(net, sb.Rank1(components=2, posterior="delta", random_sign_init=-0.5, clip=clip))

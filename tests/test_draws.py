@@ -277,12 +277,12 @@ def test_the_probe_runs_once_and_changes_nothing():
     model.train()
     modes = [m.training for m in model.modules()]
     sb.draw(model, images(4))
-    assert calls == [8, 4]  # 2 × 4 rows, then 2 components × 2 examples
+    assert calls == [2, 6, 6, 8]  # two examples alone, and three copies of them twice; then 2 × 4 rows
     statistics = {n: b.clone() for n, b in model.named_buffers()}
     assert int(statistics["1.0.norm.num_batches_tracked"]) == 1
     assert [m.training for m in model.modules()] == modes
     sb.draw(model, images(4))
-    assert calls == [8, 4, 8]
+    assert calls == [2, 6, 6, 8, 8]
     state = torch.get_rng_state()
     fresh = convert(residual_net, sb.Rank1(components=2)).eval()
     torch.set_rng_state(state)

@@ -327,7 +327,7 @@ def test_tables_shared_by_the_batch_still_raise():
             self.table, self.linear = nn.Embedding(8, 3), nn.Linear(3, 3)
 
         def forward(self, x):
-            return x + self.linear(self.table(torch.arange(8)))[: x.shape[0]]
+            return x + self.linear(self.table(torch.arange(8))).mean(0)
 
     model = convert(Positions, sb.Rank1(components=2)).eval()
     with pytest.raises(sb.RowError, match="linear"):
@@ -358,4 +358,4 @@ def test_a_table_that_the_rows_divide_is_found_by_the_probe():
     model = convert(Positions, sb.Rank1(components=2)).eval()
     with pytest.raises(sb.RowError, match="first"):
         sb.draw(model, features(4), samples=2)
-    assert plans(model) == [None]
+    assert not plans(model)

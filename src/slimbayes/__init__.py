@@ -17,6 +17,7 @@ from slimbayes.accelerate import registry  # noqa: F401 - attaches the fast path
 from slimbayes.accelerate.switches import fast_paths
 from slimbayes.core.context import RowError
 from slimbayes.core.convert import bayesianize
+from slimbayes.core.draws import draw
 from slimbayes.core.likelihoods import Bernoulli, Categorical, Gaussian, NotFiniteError
 from slimbayes.core.methods import (
     ECMP,
@@ -31,7 +32,6 @@ from slimbayes.core.methods import (
     Rank1,
 )
 from slimbayes.core.objective import ELBO, LinearAnnealing, StepAnnealing, elbo, kl, parameter_groups
-from slimbayes.core.draws import draw
 from slimbayes.core.predict import predict
 from slimbayes.core.predictive import Predictive
 from slimbayes.core.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal

@@ -14,7 +14,6 @@ from slimbayes import fast_paths
 from slimbayes.accelerate import factor_groups
 from slimbayes.accelerate.gpu import factor_samples
 from slimbayes.accelerate.gpu.factors import sample_factors
-from slimbayes.core.context import SEES_CHECKPOINTS
 
 SETTINGS = (1, 3, "normal", None, torch.float32)
 
@@ -169,12 +168,6 @@ def test_kl_after_a_step_and_copies(as_on_a_gpu):
     assert not torch.equal(sb.kl(copied), sb.kl(exact))
 
 
-ahead = pytest.mark.skipif(
-    not SEES_CHECKPOINTS,
-    reason="this version of torch cannot tell checkpointing: in eager training nothing is sampled ahead",
-)
-
-
 def lone(dtype=torch.float32):
     """A network with one factor, which is a group of its own."""
     torch.manual_seed(1)
@@ -182,7 +175,6 @@ def lone(dtype=torch.float32):
     return sb.bayesianize(net, sb.Rank1(components=2, factors="input")).to(DEVICE, dtype)
 
 
-@ahead
 def test_one_factor_is_joined_in_memory_of_its_own(as_on_a_gpu):
     net, x = lone(), torch.randn(3, 4, device=DEVICE)
     grads = []
@@ -211,7 +203,6 @@ def test_a_network_that_changes_its_type_after_a_draw(as_on_a_gpu):
     assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float64}
 
 
-@ahead
 def test_vectorised_gradients(as_on_a_gpu):
     net = network()
     wanted = [p for n, p in net.named_parameters() if "bayes" in n]

@@ -60,7 +60,7 @@ def test_what_nobody_reads_has_gradient_zero() -> None:
 def test_a_network_takes_the_patches_chosen_before_it_ran(method, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = DEVICE.type
     monkeypatch.setattr(factor_groups, "DEVICES", (kind,))
-    monkeypatch.setattr("slimbayes.core.draws.DEVICES", (kind,))
+    monkeypatch.setattr("slimbayes.accelerate.factor_groups.DEVICES", (kind,))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).to(DEVICE)
     model = sb.bayesianize(net, method)

@@ -22,7 +22,7 @@ KIND = DEVICE.type
 def traced(method, monkeypatch: pytest.MonkeyPatch, build, size: int):
     """Run one step whose graph is executed node by node; the calls foreseen, and those made."""
     monkeypatch.setattr(factor_groups, "DEVICES", (KIND,))
-    monkeypatch.setattr("slimbayes.core.draws.DEVICES", (KIND,))
+    monkeypatch.setattr("slimbayes.accelerate.factor_groups.DEVICES", (KIND,))
     torch._dynamo.reset()
     torch.compiler.allow_in_graph(row_product)
     torch.manual_seed(0)

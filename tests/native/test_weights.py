@@ -17,6 +17,7 @@ from slimbayes.accelerate.cpu import weight_operation
 from slimbayes.accelerate.cpu import weights as kernel
 from slimbayes.core import context
 from slimbayes.core.conversion import find_record
+from slimbayes.core.facts import facts_of
 from slimbayes.core.posteriors import positive
 
 pytestmark = pytest.mark.skipif(cpu._load() is None, reason="no compiled kernels: no C compiler was at hand")
@@ -201,9 +202,12 @@ def test_not_a_number_stays_one():
 
 def test_closed_form_of_a_kl():
     model = sb.bayesianize(nn.Linear(30, 20), sb.MeanField(prior=sb.Normal(0.2, 0.5)))
-    sb.draw(model, torch.randn(4, 30))
-    assert find_record(model).byproducts or not context.SEES_CHECKPOINTS
-    torch.testing.assert_close(sb.kl(model), sb.kl(model), rtol=1e-6, atol=0)
+    draws = sb.draw(model, torch.randn(4, 30))
+    (facts,) = facts_of(draws, find_record(model))
+    assert facts.byproducts
+    found = sb.elbo(draws, torch.zeros(4, dtype=torch.long), model, num_data=9).kl
+    assert not facts.byproducts
+    torch.testing.assert_close(found, sb.kl(model), rtol=1e-6, atol=0)
 
 
 def test_what_is_not_needed_is_not_made():
@@ -314,10 +318,8 @@ def test_the_kernels_are_used(name, monkeypatch):
     monkeypatch.setattr(kernel, "_call", lambda which, *rest: calls.append(which) or inner(which, *rest))
     model = works.network(works.METHODS[name], torch.float32)
     sb.elbo(sb.draw(model, works.X.float()), works.Y, model, num_data=20).loss.backward()
-    together = context.SEES_CHECKPOINTS
-    count = 1 if together else sum(type(m) is nn.Linear or hasattr(m, "bayes") for m in model) * 2
-    assert calls.count("slimbayes_sample_weights") == count
-    assert calls.count("slimbayes_weight_gradients") == count
+    assert calls.count("slimbayes_sample_weights") == 1
+    assert calls.count("slimbayes_weight_gradients") == 1
     del calls[:]
     with torch.no_grad():
         sb.draw(model, works.X.float(), samples=4)
@@ -330,8 +332,6 @@ def test_the_same_draws_with_and_without_gradients():
         for samples in (1, 3):
             torch.manual_seed(5)
             expected = sb.draw(model, works.X.float(), samples=samples)
-            if not context.SEES_CHECKPOINTS:
-                continue
             torch.manual_seed(5)
             with torch.no_grad():
                 assert torch.equal(sb.draw(model, works.X.float(), samples=samples), expected)
@@ -462,7 +462,6 @@ def test_no_memory_of_a_network_is_kept():
     ).loss.backward()
     gone = weakref.ref(model), weakref.ref(model.weight)
     del model
-    context._finish(None)
     gc.collect()
     assert all(one() is None for one in gone)
 
@@ -533,8 +532,6 @@ class TestOperation:
         loss.backward()
         found = works.gradients(model)
         model.zero_grad(set_to_none=True)
-        monkeypatch.setattr(context, "SEES_CHECKPOINTS", True)
-        monkeypatch.setattr("slimbayes.core.draws.SEES_CHECKPOINTS", True)
         expected, expected_kl = step(x, y)
         expected.backward()
         torch.testing.assert_close((loss, kl), (expected, expected_kl), rtol=1e-5, atol=1e-5)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimbayes.accelerate import switches
 from slimbayes.accelerate.cpu.factor_sweep import by_kernels, held
@@ -23,6 +24,7 @@ from slimbayes.accelerate.row_factors import eager
 from slimbayes.core import posteriors, priors
 from slimbayes.core.context import Draw
 from slimbayes.core.noise import fresh_noise, transformed
+from slimbayes.core.paths import FastPath, Layers
 from slimbayes.core.rules.base import Rule
 from slimbayes.core.rules.rank1 import Factor, Rank1Rule
 
@@ -174,9 +176,48 @@ def fingerprint(rules: Iterable[Rule]) -> list[Any]:
     return facts
 
 
+class FactorGroups(FastPath):
+    """The factors of all rank-1 layers together."""
+
+    def __init__(self) -> None:
+        self.known: weakref.WeakKeyDictionary[Rule, tuple[list[Any], list[Group]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def on(self) -> bool:
+        """By ``factors``."""
+        return switches.paths.factors
+
+    def prepare(self, model: nn.Module, layers: Layers, draw: Draw, course: Any) -> None:
+        """One operation for the factors of a group."""
+        prefill(self.groups(layers), draw)
+
+    def kl(self, layers: Layers, seen: set[str]) -> Iterator[tuple[Tensor, Sequence[str]]]:
+        """One closed form for a group."""
+        for group in self.groups(layers):
+            if has_closed_kl(group) and seen.isdisjoint(group.sources):
+                yield group_kl(group), group.sources
+
+    def groups(self, layers: Layers) -> list[Group]:
+        """The groups of these layers, found anew where something about them has changed."""
+        rules = [rule for rule, _ in layers]
+        if not rules or torch.compiler.is_compiling():
+            return find_groups(rules)
+        now = fingerprint(rules)
+        before = self.known.get(rules[0])
+        if before is None or before[0] != now:
+            self.known[rules[0]] = before = now, find_groups(rules)
+        return before[1]
+
+
+def on_gpu(layers: Layers) -> bool:
+    """Whether these layers are where whole kernels pay for what few calls do elsewhere."""
+    return any([op.weight.device.type in DEVICES for _, op in layers[:1]])
+
+
 def prefill(groups: list[Group], draw: Draw) -> None:
     """Sample all factors of the groups before the network runs, where that saves time."""
-    if not switches.paths.factors or draw.seed is not None or draw.noise == "mean":
+    if draw.seed is not None or draw.noise == "mean":
         return
     if draw.component_ids is not None or (not torch.compiler.is_compiling() and transformed()):
         return

@@ -9,20 +9,26 @@ the output of every random layer is changed for every draw and row, shows whethe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from slimbayes.accelerate import switches
 from slimbayes.core.context import Draw, Late, activate, repeat_rows
+from slimbayes.core.conversion import every_module, find_record, unwrap
+from slimbayes.core.draws import prepare
 from slimbayes.core.layers.ensemble import Ensembled
+from slimbayes.core.memory import out_of_memory
+from slimbayes.core.paths import FastPath
+from slimbayes.core.probes import kept
+from slimbayes.core.rows import FlatInputs, autocasts, signature
 
 _SHARE = 0.25  # of a value, added or taken away: enough to tell draws apart, whatever their own spread
-
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class LateError(RuntimeError):
@@ -99,31 +105,53 @@ class _Probe(Late):
         return y + _SHARE * noise * (1 + y.abs())
 
 
-def signature(
-    leaves: list[Any], spec: Any, tiled: set[int], batch: int, noise: str
-) -> tuple[Any, ...] | None:
-    """What a verdict depends on: shapes other than the batch's, types, plain values, precision, noise mode.
+class LateTiling(FastPath):
+    """What comes before the first random layers, once per example instead of once per draw."""
 
-    A batch of one is a case of its own: it broadcasts. None for inputs with a state of their own (a cache),
-    which a probe would change.
-    """
-    parts: list[Any] = [noise, batch == 1, torch.get_float32_matmul_precision()]
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            device = leaf.device.type
-            shape = leaf.shape[1:] if i in tiled else leaf.shape
-            parts.append((i in tiled, tuple(shape), leaf.dtype, device, _autocast(device)))
-        elif leaf is None or isinstance(leaf, _PLAIN):
-            parts.append((type(leaf), leaf))
-        else:
+    def __init__(self) -> None:
+        self.plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Plan | None]] = weakref.WeakKeyDictionary()
+
+    def on(self) -> bool:
+        """By ``late``."""
+        return switches.paths.late
+
+    def run(
+        self, model: nn.Module, flat: FlatInputs, now: Draw, evaluated: bool, course: Any
+    ) -> tuple[Any] | None:
+        """The output where the network allows late tiling."""
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return None
-    if len(leaves) > 1:
-        parts.append(str(spec))
-    return tuple(parts)
+        inner = unwrap(model)
+        if not evaluated and any([module.training for module in every_module(inner)]):
+            return None
+        key = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, now.noise)
+        plans = self.plans.setdefault(inner, {})
+        if key is None or (key not in plans and now.rows < 2 * now.components * min(flat.batch, 2)):
+            return None  # a probe would have more rows
+        plan = self.plan_for(inner, flat, now.noise, key)
+        if plan is None:
+            return None
+        args, kwargs = flat.tile(1)
+        late = replace(now, late=plan, cache={}, calls={}, chosen={}, byproducts={}, noises={})
+        try:
+            prepare(model, late, course)
+            with activate(late):
+                return (plan.finish(model(*args, **kwargs), now.components * now.samples),)
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            plans[key] = None  # the plain pass runs, or says what is wrong
+            return None
+
+    def plan_for(self, model: nn.Module, flat: FlatInputs, noise: str, key: tuple[Any, ...]) -> Plan | None:
+        """How to tile late for inputs with this signature, probed once; None where that is not safe."""
+        plans = self.plans.setdefault(model, {})
+        if key not in plans:
+            plans[key] = probe(model, flat.resized, find_record(model).components, flat.batch, noise)
+        return plans[key]
 
 
-def _autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+LATE_TILING = LateTiling()
 
 
 def probe(
@@ -132,7 +160,6 @@ def probe(
     components: int,
     batch: int,
     noise: str,
-    check_rows: bool,
 ) -> Plan | None:
     """Run both ways on a few rows and return the plan, or None where late tiling is not safe.
 
@@ -143,7 +170,7 @@ def probe(
     if type(parameter).__name__ == "DTensor" or isinstance(model, nn.DataParallel):
         return None  # sharded: processes would have to agree on when to probe
     with torch.no_grad(), kept(model, resized(1).leaves), contextlib.suppress(Exception):
-        return _compare(model, resized, components, batch, noise, check_rows)
+        return _compare(model, resized, components, batch, noise)
     return None
 
 
@@ -153,7 +180,6 @@ def _compare(
     components: int,
     batch: int,
     noise: str,
-    check_rows: bool,
 ) -> Plan | None:
     # Members of an ensemble are run one by one, and their samples are copies: that takes two to see.
     several = any(isinstance(module, Ensembled) for module in model.modules())
@@ -175,17 +201,6 @@ def _compare(
     outputs = _same_outputs(early, late, draws)
     if outputs is None:
         return None
-    if check_rows:
-        # Rows follow the batch, and none is a table that they happen to divide: with one example more, every
-        # layer meets as many more.
-        more = resized(flat.batch + 1)
-        grown = [(name, rows // flat.batch * more.batch) for name, rows in first.calls]
-        third = _Probe(draws, grown)
-        args, kwargs = more.tile(1)
-        with activate(Draw(components, samples, more.batch, noise, 0, late=third)):
-            model(*args, **kwargs)
-        if third.calls != grown or third.layers != second.layers:
-            return None
     return Plan(frozenset(name for name, untiled in second.layers.items() if untiled), outputs)
 
 
@@ -220,7 +235,7 @@ def _close(whole: Tensor, leaf: Tensor, draws: int) -> bool:
         return False
     low = (
         whole.dtype in (torch.bfloat16, torch.float16)
-        or _autocast(whole.device.type)
+        or autocasts(whole.device.type)
         or (whole.device.type == "cuda" and torch.backends.cudnn.allow_tf32)
     )
     share, unit = (0.05, 2.0**-8) if low else (1e-3, 2.0**-19)
@@ -233,23 +248,3 @@ def _close(whole: Tensor, leaf: Tensor, draws: int) -> bool:
         spread = (by_draw - by_draw.mean(0)).abs().max()
     error = (a - b).abs().max() if a.numel() else a.new_zeros(())
     return bool(error <= share * spread + unit * scale)
-
-
-@contextlib.contextmanager
-def kept(model: nn.Module, leaves: list[Any]) -> Iterator[None]:
-    """Put buffers and torch's generators back as they were."""
-    before = [
-        (module._buffers, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
-        try:
-            yield
-        finally:
-            for store, name, buffer, value in before:
-                store[name] = buffer
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)

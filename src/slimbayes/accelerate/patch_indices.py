@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimbayes.accelerate import switches
+from slimbayes.accelerate.factor_groups import on_gpu
 from slimbayes.accelerate.gpu.patches import choose_patches
 from slimbayes.accelerate.patch_versions import settles
 from slimbayes.core.context import Draw
 from slimbayes.core.noise import transformed
+from slimbayes.core.paths import FastPath, Layers
 from slimbayes.core.rules.base import Operation, Rule
 from slimbayes.core.rules.patching import IndexedRule
 
 # Elements of one version: what is larger is chosen where it is used, without a copy of all versions.
 _LARGEST = 1 << 14
+
+
+class PatchIndices(FastPath):
+    """A compiler would else repeat index and gather for every pixel that reads a norm's weight."""
+
+    def on(self) -> bool:
+        """By ``factors``."""
+        return switches.paths.factors
+
+    def prepare(self, model: nn.Module, layers: Layers, draw: Draw, course: Any) -> None:
+        """All small patches, on a GPU."""
+        if on_gpu(layers):
+            prefill_patches(layers, draw)
 
 
 def prefill_patches(layers: Iterable[tuple[Rule, Operation]], draw: Draw) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.accelerate import switches
+from slimbayes.accelerate.factor_groups import on_gpu
 from slimbayes.accelerate.patch_versions import (
     FEW,
     MANY,
-    Layers,
     Patched,
     Store,
     Way,
@@ -26,9 +26,13 @@ from slimbayes.accelerate.patch_versions import (
     tensors,
     way_of,
 )
-from slimbayes.core.context import Draw, Settled
+from slimbayes.core.context import Draw, Settled, activate
+from slimbayes.core.conversion import hooked, unwrap
 from slimbayes.core.memory import out_of_memory
 from slimbayes.core.noise import transformed
+from slimbayes.core.paths import FastPath, Layers
+from slimbayes.core.plan import Plan
+from slimbayes.core.rows import FlatInputs, unfold
 from slimbayes.core.rules.base import Operation, stored
 from slimbayes.core.rules.patching import IndexedRule
 
@@ -138,6 +142,14 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
+_PLACES: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
+
+
+def places_of(model: nn.Module) -> Places:
+    """The place of a network's passes."""
+    return _PLACES.setdefault(unwrap(model), Places())
+
+
 class Ahead:
     """What the passes of one prediction choose, many passes by one evaluation: each asks for its own.
 
@@ -189,6 +201,27 @@ class Ahead:
             draw.prefilled.update({f"{name} chosen": value for name, value in views.items()})
         return True
 
+    def output(self, model: nn.Module, flat: FlatInputs, plan: Plan) -> Any:
+        """Of a pass over the inputs of the one before, which needed nothing but its patches."""
+        if self.lane is not flat:
+            return None
+        now = Draw(1, plan.samples, flat.batch, plan.noise, plan.seed, plan.first_sample, plan.first_example)
+        if not self.hand_over(now) or now.settled is None:
+            return None
+        args, kwargs = flat.tile(1)
+        with activate(now):
+            output = model(*args, **kwargs)
+        return unfold(output, plan.samples, flat.batch)
+
+    def ran(self, flat: FlatInputs, now: Draw) -> None:
+        """The next pass over the same inputs need not ask again."""
+        if self.only_patches and now.settled is not None:
+            self.lane = flat
+
+    def prepared(self, draw: Draw) -> bool:
+        """Whether a draw got all that it needs: of a network in which nothing but patches is random."""
+        return self.only_patches and may_choose(draw) and self.hand_over(draw)
+
     def _changed(self) -> bool:
         """Whether a layer's tensor is another one now, or was written to."""
         now = map(dict.get, self.owners, self.keys)
@@ -238,6 +271,26 @@ class Ahead:
         self.owners, self.keys = [owner for owner, _ in where], [key for _, key in where]
         self.counting = [points for points in self.points if not points.is_inference()]
         self.counts = list(map(_VERSION, self.counting))
+
+
+class PatchLookahead(FastPath):
+    """What the passes of one prediction choose among the versions of patched tensors, by one evaluation."""
+
+    def on(self) -> bool:
+        """By ``factors``."""
+        return switches.paths.factors
+
+    def course(self, model: nn.Module, samples: int, numbers: int) -> Ahead:
+        """What the passes choose, in the place that the network's predictions leave to each other."""
+        return Ahead(samples, numbers, places_of(model))
+
+    def prepare(self, model: nn.Module, layers: Layers, draw: Draw, course: Any) -> None:
+        """Choose for this pass and those that follow."""
+        if not isinstance(course, Ahead):
+            return
+        if on_gpu(layers) or not hooked(model):
+            prefill_keyed(layers, draw, course)
+        course.only_patches = bool(layers) and all([type(rule) is IndexedRule for rule, _ in layers])
 
 
 def prefill_keyed(layers: Layers, draw: Draw, ahead: Ahead | None) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import nn
 
 from slimbayes.accelerate import switches
+from slimbayes.accelerate.factor_groups import on_gpu
 from slimbayes.accelerate.gpu.factors import sample_flat
 from slimbayes.accelerate.gpu.joint_parameters import join
 from slimbayes.core.context import Draw
+from slimbayes.core.paths import FastPath, Layers
 from slimbayes.core.posteriors import DeltaPosterior
 from slimbayes.core.rules.base import Operation, Rule
 from slimbayes.core.rules.rank1 import Factor, Rank1Rule
@@ -17,8 +21,21 @@ from slimbayes.core.rules.rank1 import Factor, Rank1Rule
 _CONVOLUTION = 4  # axes of a weight: smaller ones may take their factors in, which needs them unrepeated
 
 
+class PointFactors(FastPath):
+    """Left alone, each point factor costs two small kernels, and two backward."""
+
+    def on(self) -> bool:
+        """By ``factors``."""
+        return switches.paths.factors
+
+    def prepare(self, model: nn.Module, layers: Layers, draw: Draw, course: Any) -> None:
+        """All point factors of convolutions, on a GPU."""
+        if on_gpu(layers):
+            prefill_points(layers, draw)
+
+
 def prefill_points(layers: Iterable[tuple[Rule, Operation]], draw: Draw) -> None:
-    """Repeat all point factors before the network runs: left alone, each costs two small kernels, and two backward."""
+    """Repeat all point factors before the network runs."""
     if not (switches.paths.factors and torch.compiler.is_compiling()) or draw.noise == "mean":
         return
     if draw.component_ids is not None:

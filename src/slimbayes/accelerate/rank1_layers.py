@@ -28,11 +28,13 @@ class Rank1Layers(FastPath):
         if not switches.paths.factors:
             return None
         assert isinstance(rule, Rank1Rule) and isinstance(factor, Factor)
-        stream = ("r", "s").index(which)
-        made = factor_sweep.sampled(factor, stream, rule.clip, frame, rule.name)
-        if made is not None:  # as the kernels make it, which may take another call of this layer
-            return made
-        return sample_factor(picked(factor, frame), frame, f"{rule.name}.{which}", rule.clip)
+        source = f"{rule.name}.{which}"
+        seeded = factor_sweep.sampled(factor, ("r", "s").index(which), rule.clip, frame, rule.name)
+        if seeded is not None:  # as the kernels make it, which may take another call of this layer
+            made: Tensor = frame.derived(source, seeded)
+        else:
+            made = frame.once(source, lambda: sample_factor(picked(factor, frame), frame, source, rule.clip))
+        return made
 
     def output(self, rule: Rule, op: Operation, inputs: Inputs, frame: Frame) -> Tensor | None:
         """The output of a multiplicative rank-1 layer."""

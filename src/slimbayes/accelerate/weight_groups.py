@@ -9,14 +9,18 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimbayes.accelerate import switches
 from slimbayes.accelerate.compile.weight_samples import compiled_weights
+from slimbayes.accelerate.factor_groups import on_gpu
+from slimbayes.accelerate.random_weights import by_parameters
 from slimbayes.accelerate.weight_kl import Byproduct, Raw, RawPrior, spread_of
 from slimbayes.accelerate.weight_samples import by_kernel, make_weights, sample_weights
 from slimbayes.core.context import Draw, Frame
+from slimbayes.core.conversion import hooked
 from slimbayes.core.noise import fresh_noise, transformed
+from slimbayes.core.paths import FastPath, Layers
 from slimbayes.core.rules.base import Operation, Rule, own_parameter, parameter_of
 from slimbayes.core.rules.meanfield import SampledRule
 
@@ -24,6 +28,19 @@ MOST = (
     1 << 22
 )  # numbers to sample; with more, the calls saved do not pay for the memory of all samples at once
 _ALIGNED = 16  # numbers: a part of the noise starts where a vector register's worth does
+
+
+class WeightGroups(FastPath):
+    """The weights of a small network on the CPU: there the calls cost more than the arithmetic."""
+
+    def on(self) -> bool:
+        """By ``weights``."""
+        return switches.paths.weights
+
+    def prepare(self, model: nn.Module, layers: Layers, draw: Draw, course: Any) -> None:
+        """All weights, unless a hook may change one before its layer runs."""
+        if not on_gpu(layers) and (torch.compiler.is_compiling() or not hooked(model)):
+            prefill_weights(layers, draw)
 
 
 def prefill_weights(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> None:
@@ -51,6 +68,7 @@ def prefill_weights(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> Non
         for source, value, alone in zip(known.sources, values, centred, strict=True):
             form = ".centred" if alone else ".single" if single else ""
             draw.prefilled[source + form] = value
+            draw.prefilled[f"{source}.seed"] = known.noise_of(source)
         draw.byproducts[known.sources[0]] = known
         return
     noises = _noises(known, draws, draw)
@@ -179,7 +197,7 @@ def _look(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> tuple[Byprodu
             if getattr(op, which) is None:
                 continue
             source = rule.tensor(op, which)[2]
-            found = None if source in known.sources else rule.by_parameters(op, which)
+            found = None if source in known.sources else by_parameters(rule, op, which)
             if found is None or not _alike(found[0], known) or not own_parameter(op, which, found[0].loc):
                 continue
             known.add(source, *found)
@@ -199,7 +217,9 @@ def _noises(known: Byproduct, draws: int, draw: Draw) -> list[Tensor]:
     first = known.raws[0].loc
     if draw.seed is not None:
         # With a count of its own: a layer that has to sample for itself starts the draw's.
-        frame = Frame(draw.components, draw.samples, draw.batch, 1, draw.noise, replace(draw, calls={}))
+        frame = Frame(
+            draw.components, draw.samples, draw.batch, 1, draw.noise, replace(draw, calls={}, memory=None)
+        )
         return [
             frame.noise_like(
                 "normal", source, tuple(raw.loc.shape), first.dtype, first.device, per_example=False

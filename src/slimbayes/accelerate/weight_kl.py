@@ -9,7 +9,7 @@ leave its factor for the draw's, which then adds both gradients in one sweep.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,9 @@ from slimbayes.accelerate import switches
 from slimbayes.accelerate.log_sigma import exact, sum_log_sigma, value_and_gradients
 from slimbayes.core import priors
 from slimbayes.core.noise import transformed
+from slimbayes.core.paths import FastPath, Layers
 from slimbayes.core.posteriors import EPSILON, KTiedPosterior, NormalPosterior, Posterior, positive
+from slimbayes.core.rules.meanfield import SampledRule
 
 Number = Tensor | float  # of one element: read on the CPU, left on a GPU, which would have to be waited for
 
@@ -112,10 +114,8 @@ class Byproduct:
         """All parameters, tensor by tensor."""
         return [tensor for raw in self.raws for tensor in raw.parameters]
 
-    def noise_of(self, source: str) -> tuple[int, int] | None:
-        """The seed and the first stream of the noise of one of its tensors; None if it was given its noise."""
-        if source not in self.sources or self.noise[0] < 0:
-            return None
+    def noise_of(self, source: str) -> tuple[int, int]:
+        """The seed and the first stream of the noise of one of its tensors."""
         seed, stream = self.noise
         return seed, stream + self.draws * self.sources.index(source)
 
@@ -178,6 +178,30 @@ class Byproduct:
             return False
         self.pending.task, self.pending.factor = task, factor
         return True
+
+
+class WeightKL(FastPath):
+    """The KL of all MeanField and KTied tensors with Normal priors, as one operation."""
+
+    def on(self) -> bool:
+        """By ``weights``."""
+        return switches.paths.weights
+
+    def kl(self, layers: Layers, seen: set[str]) -> Iterator[tuple[Tensor, Sequence[str]]]:
+        """One part for all of them."""
+        terms: dict[str, tuple[Raw, RawPrior]] = {}
+        for rule, op in layers:
+            if not isinstance(rule, SampledRule) or rule.prior is None:
+                continue
+            for which in ("weight", "bias"):
+                posterior, mean, source, fan_in = rule.tensor(op, which)
+                if posterior is None or mean is None or source in seen or source in terms:
+                    continue
+                raw, prior = raw_spread(posterior, mean), raw_prior(rule.prior, fan_in, rule.tied_mean)
+                if raw is not None and prior is not None:
+                    terms[source] = raw, prior
+        if terms:
+            yield divergence(list(terms.values())), list(terms)
 
 
 def spread_of(posterior: Posterior | None) -> tuple[Tensor, ...]:

@@ -29,6 +29,7 @@ class Pieces:
     components: int
     likelihood: Likelihood
     keep_draws: bool
+    whole: bool = False  # examples belong together: a batch is not cut
 
     def all(self, examples: int, per_pass: int) -> Predictive:
         """Every example, ``examples`` at a time with ``per_pass`` samples; fewer from where memory ends."""
@@ -56,7 +57,7 @@ class Pieces:
         first, held, most = 0, 0, min(part.numel(), _HELD)
         while first < self.samples:
             count = min(per_pass, self.samples - first)
-            smallest = count == 1 and stop - start == 1
+            smallest = count == 1 and (self.whole or stop - start == 1)
             once = functools.partial(self.run, part, count, first, start)
             draws = attempt(once, self._last_words if smallest else None)
             if draws is None:

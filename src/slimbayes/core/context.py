@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from slimbayes.core.compiler import constant
 from slimbayes.core.keyed_noise import keyed_noise, layer_key
 from slimbayes.core.noise import fresh_noise
+from slimbayes.core.second_runs import Memory, draw_run_again, unseen
 
 NOISE_MODES = ("example", "shared", "mean")
-
-# Who sees what autograd keeps; None in torch 2.6. Activation checkpointing is one of those who do.
-_HOOKS: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-SEES_CHECKPOINTS = _HOOKS is not None
 
 # Hashing is plain Python: the compiler takes the key as a constant and guards on the seed.
 _constant_layer_key = constant(layer_key)
@@ -86,17 +83,21 @@ class Draw:
     first_sample: int = 0
     first_example: int = 0
     component_ids: Tensor | None = None
-    cache: dict[str, Tensor] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)  # noises made so far, by source
-    log_probs: dict[str, Tensor] = field(default_factory=dict)
+    chosen: dict[str, Any] = field(
+        default_factory=dict
+    )  # indices whose law is learned: (the law, the indices)
     byproducts: dict[str, Any] = field(default_factory=dict)  # what a KL of the same weights need not redo
-    prefilled: dict[str, Tensor] = field(default_factory=dict)  # sampled before the network ran
-    gradients: bool = False  # whether that was done for gradients
-    checkpointed: bool = False  # whether a layer ran inside activation checkpointing
+    prefilled: dict[str, Any] = field(default_factory=dict)  # sampled before the network ran
     noises: dict[str, Tensor] = field(default_factory=dict)  # drawn before the network ran, for one use each
     rows_seen: dict[str, list[int]] | None = None  # of every call, by layer
     late: Late | None = None  # None: the inputs are repeated before the network sees them
     settled: Settled | None = None  # of a single draw
+    memory: Memory | None = None  # of what a second run needs, where there may be one
+    again: bool = False  # this is a second run
+    whole: bool = False  # the network runs on the batch as it is: other rows stand for themselves
+    first_component: int = 0  # of a pass that has one component alone
 
     @property
     def rows(self) -> int:
@@ -107,25 +108,62 @@ class Draw:
         """Whether these can be the rows of a layer: those of the draw, once or several times."""
         return rows != 0 and rows % self.rows == 0
 
-    def bare(self) -> Draw:
-        """The same draw with nothing sampled or seen yet."""
-        return Draw(
-            self.components, self.samples, self.batch, self.noise, self.seed, self.first_sample,
-            self.first_example, self.component_ids, gradients=self.gradients, checkpointed=self.checkpointed,
-            late=self.late,
+    def second_run(self) -> Draw:
+        """The same draw for layers that run again: what was sampled for it is there, and nothing that they find."""
+        return replace(
+            self, cache={}, calls={}, chosen={}, byproducts={}, prefilled=dict(self.prefilled), noises={},
+            rows_seen=None, again=True,
         )  # fmt: skip
+
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, the same for all calls in this draw."""
+        if self.again:
+            assert self.memory is not None
+            return self.memory.make_again(key, make)
+        if key not in self.cache:
+            if self.memory is not None:
+                self.memory.note(key)
+            self.cache[key] = make()
+        return self.cache[key]
+
+    def derived(self, key: str, make: Callable[[], Tensor]) -> Tensor:
+        """The same of what follows from samples, with nothing random of its own."""
+        if self.memory is None:
+            return self.once(key, make)
+        if key not in self.cache or self.again:
+            with unseen():
+                self.cache[key] = make()
+        made: Tensor = self.cache[key]
+        return made
+
+    def ahead(self, key: str) -> Any:
+        """What was sampled for ``key`` before the network ran, or None."""
+        memory = self.memory
+        if memory is not None and self.again:
+            return memory.early_again(key, self.prefilled) if key in memory.early else None
+        value = self.prefilled.get(key)
+        if memory is not None and value is not None and not torch.is_grad_enabled():
+            memory.by_hand.add(key)
+        return value
+
+    def stream(self, source: str) -> int:
+        """The number of a noise among those of one source: a layer used again gets noise of its own."""
+        if self.again:
+            assert self.memory is not None
+            return self.memory.stream_again(source)
+        stream = self.calls.get(source, 0)
+        self.calls[source] = stream + 1
+        if self.memory is not None:
+            self.memory.note_stream(source, stream)
+        return stream
 
 
 class _State(threading.local):
     def __init__(self) -> None:
         self.current: Draw | None = None
-        self.finished: Draw | None = None
-        self.calls = False  # whether layers have been called in this thread other than by a backward pass
 
 
 _STATE = _State()
-# Of the whole process: the backward pass of what ran on a GPU has threads of its own, in which nothing was drawn.
-_LATEST: dict[str, Draw | None] = {"draw": None}
 
 
 def repeat_rows(rows: Tensor, draws: int) -> Tensor:
@@ -143,8 +181,6 @@ def repeat_rows(rows: Tensor, draws: int) -> Tensor:
 def late_draw() -> Draw | None:
     """The draw in progress if its random layers are to repeat their rows, else None."""
     draw = _STATE.current
-    if draw is None:
-        draw = _recomputed_draw()
     return None if draw is None or draw.late is None else draw
 
 
@@ -172,28 +208,6 @@ class activate:
         trace: TracebackType | None,
     ) -> None:
         _STATE.current = self.outer
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            _finish(self.draw.bare())
-
-
-def _recomputed_draw() -> Draw | None:
-    """The draw that activation checkpointing is running again, or None.
-
-    Checkpointing calls layers a second time from within backward, when their draw is over. They must see its
-    rows, noise mode and seed; without a seed, checkpointing itself restores torch's generator.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    if torch._C._current_graph_task_id() == -1:
-        _finish(None)  # not in backward: a plain call, and what it starts is no draw
-    return _STATE.finished if _STATE.calls else _LATEST["draw"]
-
-
-def _finish(draw: Draw | None) -> None:
-    """What checkpointing may run again from now on."""
-    _STATE.finished = _LATEST["draw"] = draw
-    if torch._C._current_graph_task_id() == -1:  # else a draw that is itself checkpointed, run again
-        _STATE.calls = True
 
 
 @dataclass
@@ -234,14 +248,15 @@ class Frame:
         """Standard noise ``[components, samples, batch or 1, *shape]``; keyed when the draw has a seed."""
         examples = self.batch if per_example else 1
         draw = self.draw
-        if draw is not None and not per_example and source in draw.noises:
-            return draw.noises.pop(source)
+        given = None if draw is None or per_example else draw.noises.pop(source, None)
         if draw is None or draw.seed is None:
             size = (self.components, self.samples, examples, *shape)
-            return fresh_noise(kind, size, dtype, device)
+            return fresh_noise(kind, size, dtype, device) if given is None else given
+        # Without a seed, too, a layer used again gets noise of its own; what is sampled once is cached.
+        stream = draw.stream(source)
+        if given is not None:
+            return given
         if isinstance(draw.seed, Supply):
-            stream = draw.calls.get(source, 0)
-            draw.calls[source] = stream + 1
             size = (self.components, self.samples, examples, *shape)
             return draw.seed.noise(Request(kind, source, stream, size, dtype), device)
         component_ids = draw.component_ids
@@ -250,43 +265,22 @@ class Frame:
         sample_ids = torch.arange(self.samples, device=device) + draw.first_sample
         example_ids = torch.arange(examples, device=device) + draw.first_example if per_example else None
         key = _constant_layer_key(draw.seed, source)
-        # A layer used again gets noise of its own, as it does without a seed; what is sampled once is cached.
-        stream = draw.calls.get(source, 0)
-        draw.calls[source] = stream + 1
         return keyed_noise(kind, key, stream, component_ids, sample_ids, example_ids, shape, dtype, device)
 
-    def once(self, key: str, make: Callable[[], Tensor]) -> Tensor:
+    def derived(self, key: str, make: Callable[[], Tensor]) -> Tensor:
+        """The same of what follows from samples: there is nothing random in making it."""
+        return make() if self.draw is None else self.draw.derived(key, make)
+
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
         """Sample ``key`` once per draw: a module used twice, or tied to another, keeps one sample."""
         if self.draw is None:
             return make()
-        known = self.ahead(key)
-        if known is not None:
-            return known
-        cache = self.draw.cache
-        if key not in cache:
-            cache[key] = make()
-        return cache[key]
+        known = self.draw.ahead(key)
+        return self.draw.once(key, make) if known is None else known
 
-    def ahead(self, key: str) -> Tensor | None:
-        """What was sampled for ``key`` before the network ran.
-
-        None inside activation checkpointing: it runs the layer again when the draw is over, and cannot know of which
-        draw; the layer has to sample for itself, from the generator that checkpointing restores.
-        """
-        draw = self.draw
-        if draw is None or key not in draw.prefilled:
-            return None
-        if not torch.compiler.is_compiling() and _runs_again(draw):
-            draw.checkpointed = True
-            return None
-        return draw.prefilled[key]
-
-
-def _runs_again(draw: Draw) -> bool:
-    """Whether a layer is inside activation checkpointing: that which hooks into autograd, or turns it off."""
-    if draw.gradients and not torch.is_grad_enabled():
-        return True
-    return _HOOKS is not None and _HOOKS(False) is not None
+    def ahead(self, key: str) -> Any:
+        """What was sampled for ``key`` before the network ran, or None."""
+        return None if self.draw is None else self.draw.ahead(key)
 
 
 def choose_components(total: int, count: int, seed: int | Supply | None, device: torch.device) -> Tensor:
@@ -309,7 +303,9 @@ def frame(layer: str, rows: int, components: int = 1, untiled: bool = False) -> 
 
     ``untiled``: they are those of one draw, and stand for all.
     """
-    draw = _STATE.current or _recomputed_draw()
+    draw = _STATE.current
+    if draw is None and not torch.compiler.is_compiling():
+        draw = draw_run_again()
     if draw is None:
         if rows % components != 0:
             raise RowError(
@@ -323,6 +319,8 @@ def frame(layer: str, rows: int, components: int = 1, untiled: bool = False) -> 
     if untiled:
         rows = rows * draw.components * draw.samples
     if not draw.fits(rows):
+        if draw.whole and rows:
+            return Frame(1, 1, rows, 1, draw.noise, draw)
         raise RowError(row_message(layer, rows, draw))
     extra = rows // draw.rows
     return Frame(draw.components, draw.samples, draw.batch, extra, draw.noise, draw, not untiled)

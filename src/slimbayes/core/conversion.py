@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.accelerate.factor_groups import Group, find_groups
-from slimbayes.accelerate.late_tiling import Plan
-from slimbayes.accelerate.patch_lookahead import Places
 from slimbayes.core.memory import Footprint
 from slimbayes.core.methods.base import Method
 from slimbayes.core.walk import Layers, Survey, modules, walk
@@ -32,37 +29,34 @@ class Record:
     dropouts: tuple[str, ...]
     recurrent: bool = False  # it holds layers that no compiler takes
     sequential: bool = False  # it holds recurrent or attention layers that are not converted
-    rows_checked: bool = False
-    checkpointed: bool = False  # a layer ran inside activation checkpointing: nothing is sampled ahead of it
-    late: dict[Any, Plan | None] = field(default_factory=dict)  # how to tile late, by signature of the inputs
+    verdicts: dict[Any, Any] = field(
+        default_factory=dict
+    )  # whether rows are mixed (``row_mixing.py``), likewise
+    unprobed: set[Any] = field(default_factory=set)  # inputs on which a probe failed once
+    mixed: bool = False  # whether they are for any inputs, for compiled code
     unsplit: set[Any] = field(
         default_factory=set
     )  # inputs with as many rows as all draws, found to serve every row
     footprints: dict[Any, Footprint | None] = field(default_factory=dict)  # memory of a pass, likewise
-    mixing: list[Tensor] = field(default_factory=list)  # log-probabilities [draws] of the last draw's indices
-    byproducts: dict[str, Any] = field(default_factory=dict)  # of the last draw, for the KL that follows it
     baseline: Tensor = field(default_factory=lambda: torch.zeros(()))  # running nll, for learned mixing
     survey: Survey | None = None  # the modules, as last seen
-    places: Places = field(default_factory=Places)  # of what the passes of predictions choose
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        # The last draw's log-probabilities belong to its graph, not to a copy of the model.
         return replace(
             self,
             layers=dict(self.layers),
             layer_parameters=dict(self.layer_parameters),
-            late={},  # a copy may be changed
+            verdicts={},  # a copy may be changed
+            unprobed=set(),
+            mixed=False,
             unsplit=set(),
             footprints={},
-            mixing=[],
-            byproducts={},
             baseline=torch.zeros(()),
             survey=None,
-            places=Places(),
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "byproducts": {}, "survey": None}
+        return {**self.__dict__, "survey": None, "verdicts": {}, "unprobed": set()}
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -116,20 +110,11 @@ def converted_layers(model: nn.Module) -> Layers:
     return walk(inner) if known is None else known.converted(inner)
 
 
-def factor_groups(model: nn.Module) -> list[Group]:
-    """The noisy rank-1 factors of the model, by what they have in common."""
-    return layers_and_groups(model)[1]
-
-
-def layers_and_groups(model: nn.Module) -> tuple[Layers, list[Group]]:
-    """``converted_layers`` and ``factor_groups`` by one look at the model."""
-    inner = unwrap(model)
-    known = _survey(inner)
-    if known is None:
-        layers = walk(inner)
-        return layers, find_groups([layer.bayes for _, layer in layers])
-    layers = known.converted(inner)
-    return layers, known.factor_groups(layers)
+def hooked(model: nn.Module) -> bool:
+    """Whether something may change weights between a look at them and the call of the layer that they belong to."""
+    if nn.modules.module._global_forward_pre_hooks:
+        return True
+    return any([bool(module._forward_pre_hooks) for module in every_module(unwrap(model))])
 
 
 def every_module(model: nn.Module) -> list[nn.Module]:

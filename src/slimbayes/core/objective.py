@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.accelerate import switches
-from slimbayes.accelerate.factor_groups import group_kl, has_closed_kl
-from slimbayes.accelerate.gpu.weight_samples import Sums
-from slimbayes.accelerate.weight_kl import Raw, RawPrior, divergence
 from slimbayes.core import distributions as d
-from slimbayes.core.conversion import Record, converted_layers, find_record, layers_and_groups, unwrap
+from slimbayes.core.conversion import Record, converted_layers, find_record, unwrap
+from slimbayes.core.facts import Facts, facts_of, sums_of_trace
 from slimbayes.core.kl import mixture_kl, total_kl
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.likelihoods import Categorical, Likelihood, check_likelihood
 from slimbayes.core.options import check_least, is_count, is_number
+from slimbayes.core.paths import ASKED
 from slimbayes.core.rules.base import KLTerm
+from slimbayes.core.rules.patching import Mixing
 from slimbayes.core.rules.rank1 import Rank1Rule
 
 _NORM = re.compile(r"Norm(\dd)?$")  # torch's, and as other libraries name theirs: LlamaRMSNorm, LayerNorm2d
@@ -41,44 +40,41 @@ def kl(model: nn.Module) -> Tensor:
     True
     """
     record = find_record(model)
+    return _whole_kl(model, record, sums_of_trace(record) if torch.compiler.is_compiling() else [])
+
+
+def _whole_kl(model: nn.Module, record: Record, byproducts: list[Any]) -> Tensor:
     like = _any_parameter(model)
     if not torch.is_autocast_enabled(like.device.type):
-        return _kl(model, record, like)
+        return _kl(model, record, like, byproducts)
     with torch.autocast(device_type=like.device.type, enabled=False):
-        return _kl(model, record, like)
+        return _kl(model, record, like, byproducts)
 
 
-def _kl(model: nn.Module, record: Record, like: Tensor) -> Tensor:
+def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any]) -> Tensor:
     parts: list[Tensor] = []
     joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
     seen: set[str] = set()
-    found, groups = layers_and_groups(model)
-    layers = [layer for _, layer in found]
-    if switches.paths.factors:
-        for group in groups:
-            if has_closed_kl(group):
-                parts.append(group_kl(group))
-                seen.update(group.sources)
-    left, record.byproducts = record.byproducts, {}
-    for name, known in left.items():  # what the last draw has of the KL of what it sampled
-        if known.valid(layers):
+    layers = [layer for _, layer in converted_layers(model)]
+    for known in byproducts:  # what draws have of the KL of what they sampled
+        if seen.isdisjoint(known.names) and known.valid(layers):
             parts.append(known.kl())
-            seen.update([name] if isinstance(known, Sums) else known.names)
-    raw: list[tuple[Raw, RawPrior]] = []
+            seen.update(known.names)
+    pairs = [(layer.bayes, layer) for layer in layers]
+    for ask in ASKED.kl:
+        for value, names in ask(pairs, seen):
+            parts.append(value)
+            seen.update(names)
     for name, q, p, reduction in _terms(model, layers, record, seen):
         if name in seen:
             continue
         seen.add(name)
-        if isinstance(q, Raw):
-            raw.append((q, p))
-        elif reduction == "monte_carlo":
+        if reduction == "monte_carlo":
             joint[q.loc.shape[0]].append((q, p))
         elif reduction == "mean":
             parts.append(total_kl(q, p) / q.loc.shape[0])
         else:
             parts.append(total_kl(q, p))
-    if raw:
-        parts.append(divergence(raw))
     for terms in joint.values():
         parts.append(mixture_kl(terms))
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -145,11 +141,15 @@ def elbo(
     likelihood: Likelihood | None = None,
     reduction: str = "average",
     kl_weight: float = 1.0,
+    *,
+    of: Any = None,
 ) -> ELBO:
     """loss = nll + kl_weight · kl / num_data, per datum.
 
     ``num_data`` is the size of the training set. ``reduction`` says how draws enter the nll: "average" of the
-    draws' own (Gibbs), "mixture" (minus log of the mean likelihood) or "logits" (of the mean output).
+    draws' own (Gibbs), "mixture" (minus log of the mean likelihood) or "logits" (of the mean output). ``of`` names the
+    outputs of ``sb.draw`` where ``draws`` are so far from them that no graph leads back: learned mixing needs to know
+    which components the draw has taken.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
@@ -162,15 +162,20 @@ def elbo(
     check_likelihood(likelihood, ("log_prob",))
     _check_elbo(draws, targets, num_data, reduction, kl_weight)
     record = find_record(model)
-    nll, per_draw = _nll(likelihood, draws, targets, reduction, bool(record.mixing))
-    divergence = kl(model)
+    facts = facts_of(draws if of is None else of, record)
+    log_prob = _log_prob(model, record, facts, of is not None)
+    nll, per_draw = _nll(likelihood, draws, targets, reduction, log_prob is not None)
+    if torch.compiler.is_compiling():
+        divergence = kl(model)
+    else:
+        divergence = _whole_kl(model, record, [one for known in facts for one in known.take_byproducts()])
     # Compiled, the weight of a schedule would become a constant of the code.
     if type(kl_weight) in (float, int) and type(num_data) is int and not torch.compiler.is_compiling():
         loss = torch.add(nll, divergence, alpha=kl_weight / num_data)
     else:
         loss = nll + kl_weight * divergence / num_data  # type: ignore[operator]
-    if record.mixing:
-        loss = loss + _mixing_score(record, nll, per_draw)
+    if log_prob is not None:
+        loss = loss + _mixing_score(record, log_prob, nll, per_draw)
     return ELBO(loss, nll, divergence)
 
 
@@ -225,18 +230,46 @@ def _nll(
     return -log_prob.mean(), -log_prob.mean(1)
 
 
-def _mixing_score(record: Record, nll: Tensor, per_draw: Tensor | None) -> Tensor:
+def _log_prob(model: nn.Module, record: Record, facts: list[Facts], named: bool) -> Tensor | None:
+    """log p of the components that the scored draws have taken, [D]; None where none are learned."""
+    if not facts and torch.is_grad_enabled() and _learns_mixing(model, record):
+        raise ValueError(
+            "elbo cannot tell which draw these outputs are of, and learn_mixing scores the components that the draw "
+            "has taken: "
+            + (
+                "pass in of= what sb.draw(model, ...) returned for this model, made with gradients"
+                if named
+                else "name it, sb.elbo(..., of=outputs) with the outputs of sb.draw, made with gradients; where "
+                "nothing is trained, call elbo under torch.no_grad()"
+            )
+        )
+    learned = [torch.stack(known.log_probs).sum(0) for known in facts if known.log_probs]
+    if len(learned) > 1 and not named:
+        raise ValueError(
+            f"these outputs are of {len(learned)} draws, and learn_mixing scores each draw's own components: name them "
+            f"in the order in which they follow each other, sb.elbo(..., of=[first, second])"
+        )
+    return torch.cat(learned) if learned else None
+
+
+def _learns_mixing(model: nn.Module, record: Record) -> bool:
+    if not any([getattr(method, "learn_mixing", False) for method in record.methods]):
+        return False
+    laws = [module.logits for module in unwrap(model).modules() if isinstance(module, Mixing)]
+    return any([logits is not None and _trains(logits) for logits in laws])
+
+
+def _mixing_score(record: Record, log_prob: Tensor, nll: Tensor, per_draw: Tensor | None) -> Tensor:
     """Zero, with the score-function gradient of E_z[nll] with respect to learned mixing probabilities.
 
     The average of D draws has ∇E[L] = E[(1/D) Σ_d (L_d − b_d) ∇log p(z_d)], b_d the mean of the other draws'
     losses; a joint loss (or one draw) has E[(L − b) Σ_d ∇log p(z_d)], b a running mean of earlier losses.
     """
-    log_prob = torch.stack(record.mixing).sum(0)  # [D]
     draws = log_prob.shape[0]
     if per_draw is not None and per_draw.shape[0] != draws:
         raise ValueError(
-            f"learn_mixing scores the {draws} draws of the last sb.draw, but elbo got {per_draw.shape[0]}; "
-            f"call elbo on the draws that were just made"
+            f"learn_mixing scores the {draws} draws that were made together, but elbo got {per_draw.shape[0]}; "
+            f"call elbo on all of them"
         )
     if per_draw is not None and draws > 1:
         losses = per_draw.detach()

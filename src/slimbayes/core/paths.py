@@ -6,18 +6,37 @@ when paths attach or are switched, not while a network runs, so that a compiler 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from slimbayes.core.context import Frame
+    from slimbayes.core.context import Draw, Frame
+    from slimbayes.core.plan import Plan
+    from slimbayes.core.rows import FlatInputs
     from slimbayes.core.rules.base import Inputs, Operation, Rule
     from slimbayes.core.rules.kernel_map import Mapped
 
 Way = Callable[..., Any]
+Layers = Sequence[tuple["Rule", "Operation"]]  # every random layer of a model: its rule, and the layer
+
+
+class Course(Protocol):
+    """What the passes of one prediction share."""
+
+    def output(self, model: nn.Module, flat: FlatInputs, plan: Plan) -> Any:
+        """The unfolded output of a pass that needs nothing but what is known; None where it takes the long way."""
+
+    def prepared(self, draw: Draw) -> bool:
+        """Whether a draw got all that it needs."""
+
+    def ran(self, flat: FlatInputs, now: Draw) -> None:
+        """A pass has run."""
+
+    def close(self) -> None:
+        """No further pass follows."""
 
 
 class FastPath:
@@ -47,6 +66,30 @@ class FastPath:
     def factor(self, rule: Rule, factor: nn.Module, which: str, frame: Frame) -> Tensor | None:
         """Samples [K, S, B or 1, C] of a rank-1 layer's factor "r" or "s": ``core.rules.rank1``."""
 
+    def weight(self, rule: Rule, op: Operation, which: str, frame: Frame, centred: bool) -> Tensor | None:
+        """A sample per draw [draws, *shape] of a "weight" or "bias", without its mean when ``centred``."""
+
+    def mean_and_noise(self, rule: Rule, op: Operation, frame: Frame) -> tuple[Tensor, Tensor] | None:
+        """Flipout's mean [*shape] and σ∘ε [draws, *shape] of a layer's weight."""
+
+    def signs(self, channels: int, dtype: torch.dtype, device: torch.device, frame: Frame) -> Tensor | None:
+        """Flipout's signs [K, S, B, channels]."""
+
+    def course(self, model: nn.Module, samples: int, numbers: int) -> Course | None:
+        """What the passes of one prediction share, of so many samples and numbers of inputs."""
+
+    def run(
+        self, model: nn.Module, flat: FlatInputs, now: Draw, evaluated: bool, course: Any
+    ) -> tuple[Any] | None:
+        """The output for all rows of a draw without gradients; ``evaluated``: no module is in training mode."""
+
+    def prepare(self, model: nn.Module, layers: Layers, draw: Draw, course: Any) -> None:
+        """Sample for a draw before its network runs: all paths are asked. Layers find it by ``Draw.ahead``."""
+
+    def kl(self, layers: Layers, seen: set[str]) -> Iterable[tuple[Tensor, Sequence[str]]]:
+        """Parts of the KL, each with the names of its random tensors, but of none that was ``seen``: all are asked."""
+        return ()
+
     def members(
         self, root: nn.Module, use: Way, stacked: dict[str, Tensor], call: tuple[Any, ...], split: bool
     ) -> Any:
@@ -70,9 +113,6 @@ class FastPath:
         """Outputs [T, R, H] and the last state of one recurrent layer and direction: ``sequences.steps``."""
 
 
-QUESTIONS = ("noise", "log_sigma", "scaled", "output", "factor", "members", "kernels", "unrolled")
-
-
 class Asked:
     """The ways that are asked, by question."""
 
@@ -81,7 +121,14 @@ class Asked:
     scaled: tuple[Way, ...] = ()
     output: tuple[Way, ...] = ()
     factor: tuple[Way, ...] = ()
+    weight: tuple[Way, ...] = ()
+    mean_and_noise: tuple[Way, ...] = ()
+    signs: tuple[Way, ...] = ()
     members: tuple[Way, ...] = ()
+    course: tuple[Way, ...] = ()
+    run: tuple[Way, ...] = ()
+    prepare: tuple[Way, ...] = ()
+    kl: tuple[Way, ...] = ()
     kernels: tuple[Way, ...] = ()
     unrolled: tuple[Way, ...] = ()
 
@@ -99,7 +146,7 @@ def attach(*paths: FastPath) -> None:
 def refresh() -> None:
     """Settle anew who is asked: a path has been switched on or off."""
     on = [path for path in _ATTACHED if path.on()]
-    for question in QUESTIONS:
+    for question in Asked.__annotations__:
         plain = getattr(FastPath, question)
         ways = tuple([getattr(path, question) for path in on if getattr(type(path), question) is not plain])
         setattr(ASKED, question, ways)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.accelerate import switches
-from slimbayes.accelerate.late_tiling import kept, signature
-from slimbayes.accelerate.patch_lookahead import Ahead
 from slimbayes.core.chunks import Pieces, attempt
+from slimbayes.core.context import Draw
 from slimbayes.core.conversion import Record, find_record, unwrap
+from slimbayes.core.draws import draw_flat
 from slimbayes.core.likelihoods import Categorical, Likelihood, check_likelihood
 from slimbayes.core.memory import Footprint, budget, device_of, footprint, small
 from slimbayes.core.options import check_flag
-from slimbayes.core.draws import check_options, draw_flat
+from slimbayes.core.paths import ASKED, first
+from slimbayes.core.plan import Plan
 from slimbayes.core.predictive import CategoricalPredictive, Predictive
-from slimbayes.core.probes import evaluating, plan_for
-from slimbayes.core.rows import FlatInputs, flatten_inputs
+from slimbayes.core.probes import evaluating, kept
+from slimbayes.core.row_mixing import in_passes
+from slimbayes.core.rows import FlatInputs, flatten_inputs, signature
 
 _LOOKED: dict[torch.device, tuple[float, float | None]] = {}  # when, and what there was
 _RECENT = 1.0  # seconds
@@ -40,6 +42,7 @@ def predict(
     shared_inputs: Sequence[str | int] = (),
     select: Callable[[Any], Tensor] | None = None,
     first_example: int = 0,
+    layout: str = "auto",
     **named_inputs: Any,
 ) -> Predictive:
     """Predictive distribution p(y | x) ≈ (1/D) Σ_d p(y | f_d(x)) over D = components × samples draws.
@@ -50,7 +53,8 @@ def predict(
     again. ``keep_draws=False`` keeps running moments instead of all outputs: memory does not grow with the number of
     draws, but for what passes hold together, at most about three times the inputs' or a MiB. ``select`` picks the
     tensor to score from a structured output (default: the tensor itself, or ``.logits``). ``first_example`` is the
-    index of the first example, as in ``draw``.
+    index of the first example, as in ``draw``. ``layout`` as in ``draw``: where the network runs once per draw, a batch
+    is never cut, and ``chunk`` bounds no more than how many outputs are held.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
@@ -61,98 +65,104 @@ def predict(
     likelihood = Categorical() if likelihood is None else likelihood
     find_record(model)
     flat = flatten_inputs(model, inputs, named_inputs, shared_inputs)
-    return predict_flat(
-        model, flat, samples, noise, seed, likelihood, chunk, keep_draws, select, first_example
-    )
+    plan = Plan(samples, noise, seed, first_example, layout=layout, evaluated=True)
+    return predict_flat(model, flat, plan, Scoring(likelihood, select, chunk, keep_draws))
 
 
-def predict_flat(
-    model: nn.Module,
-    flat: FlatInputs,
-    samples: int,
-    noise: str,
-    seed: int | None,
-    likelihood: Likelihood,
-    chunk: int | None = None,
-    keep_draws: bool = True,
-    select: Callable[[Any], Tensor] | None = None,
-    first_example: int = 0,
-) -> Predictive:
+@dataclass(frozen=True)
+class Scoring:
+    """What becomes of the draws of a prediction, and how many rows one pass may have."""
+
+    likelihood: Likelihood
+    select: Callable[[Any], Tensor] | None = None
+    chunk: int | None = None
+    keep_draws: bool = True
+
+    def check(self) -> None:
+        """Raise on options that mean nothing."""
+        check_chunk(self.chunk)
+        check_flag("keep_draws", self.keep_draws)
+        check_likelihood(self.likelihood)
+        if self.select is not None and not callable(self.select):
+            raise TypeError(f"select must be a function of the network's output, got {self.select!r}")
+
+
+def predict_flat(model: nn.Module, flat: FlatInputs, plan: Plan, scoring: Scoring) -> Predictive:
     """``predict`` on flattened inputs."""
-    check_options(samples, noise, seed, first_example)
-    check_chunk(chunk)
-    check_flag("keep_draws", keep_draws)
-    check_likelihood(likelihood)
-    if select is not None and not callable(select):
-        raise TypeError(f"select must be a function of the network's output, got {select!r}")
-    ahead = Ahead(samples, flat.numel(), find_record(model).places)
-    try:
-        return _predict(
-            model, flat, samples, noise, seed, likelihood, chunk, keep_draws, select, first_example, ahead
-        )
-    finally:
-        ahead.close()
+    plan.check()
+    scoring.check()
+    course = first(ASKED.course, model, plan.samples, flat.numel())
+    with contextlib.nullcontext() if course is None else contextlib.closing(course):
+        return _predict(model, flat, plan, scoring, course)
 
 
-def _predict(
-    model: nn.Module,
-    flat: FlatInputs,
-    samples: int,
-    noise: str,
-    seed: int | None,
-    likelihood: Likelihood,
-    chunk: int | None,
-    keep_draws: bool,
-    select: Callable[[Any], Tensor] | None,
-    first_example: int,
-    ahead: Ahead,
-) -> Predictive:
-    record = find_record(model)
-    keyed = seed
+def _predict(model: nn.Module, flat: FlatInputs, plan: Plan, scoring: Scoring, course: Any) -> Predictive:
+    record, samples, likelihood = find_record(model), plan.samples, scoring.likelihood
+    # Settled before anything is cut: a part of the batch would not say.
+    now = Draw(record.components, samples, flat.batch, plan.noise)
+    whole = in_passes(model, record, flat, now, plan.layout)
+    plan = replace(plan, layout="passes" if whole else "rows")
 
     def run(part: FlatInputs, count: int, first_sample: int, start: int) -> Tensor:
-        place = first_example + start
-        output = draw_flat(model, part, count, noise, keyed, place, first_sample, evaluated=True, ahead=ahead)
-        found = scored(output, select)
+        place = plan.first_example + start
+        own = replace(plan, samples=count, first_sample=first_sample, first_example=place)
+        found = scored(draw_flat(model, part, own, course), scoring.select)
         # The next pass may write where this one did: a network compiled to CUDA graphs does.
         return found if (count, part.batch) == (samples, flat.batch) else found.clone()
 
     inner = unwrap(model)
     with torch.no_grad(), evaluating(inner):
-        if chunk is None:
-            fold = _fold(inner, record, flat, samples, noise)
-        else:
-            examples = max(1, min(flat.batch, chunk // record.components))
-            fold = examples, max(1, min(samples, chunk // (record.components * examples)))
-        if chunk is None and fold == (flat.batch, samples):
+        fold = _fold(inner, record, flat, plan, scoring.chunk)
+        if scoring.chunk is None and fold == (flat.batch, samples):
             draws = attempt(lambda: run(flat, samples, 0, 0))
             if draws is not None:
-                if keep_draws and type(likelihood) is Categorical and not torch.compiler.is_compiling():
-                    likelihood.check(draws)
-                    return CategoricalPredictive(likelihood, None, draws)  # most callers want the mean alone
-                return likelihood.predictive(draws if keep_draws else likelihood.moments(draws))
-        if keyed is None:
+                return _scored_whole(draws, scoring)
+        if plan.seed is None:
             # One function per draw must stay one function in every chunk: chunks are keyed by a random seed.
-            keyed = int(torch.randint(2**62, ()))
-        pieces = Pieces(run, flat, samples, record.components, likelihood, keep_draws)
+            plan = replace(plan, seed=int(torch.randint(2**62, ())))
+        pieces = Pieces(run, flat, samples, record.components, likelihood, scoring.keep_draws, whole)
         return pieces.all(*fold)
 
 
-def _fold(model: nn.Module, record: Record, flat: FlatInputs, samples: int, noise: str) -> tuple[int, int]:
-    """Examples and samples of one pass: all of them, unless memory is too short for that."""
-    whole = flat.batch, samples
+def _scored_whole(draws: Tensor, scoring: Scoring) -> Predictive:
+    """The predictive distribution of draws that came in one pass."""
+    likelihood = scoring.likelihood
+    if scoring.keep_draws and type(likelihood) is Categorical and not torch.compiler.is_compiling():
+        likelihood.check(draws)
+        return CategoricalPredictive(likelihood, None, draws)  # most callers want the mean alone
+    return likelihood.predictive(draws if scoring.keep_draws else likelihood.moments(draws))
+
+
+def _fold(
+    model: nn.Module, record: Record, flat: FlatInputs, plan: Plan, chunk: int | None
+) -> tuple[int, int]:
+    """Examples and samples of one pass: as many as the chunk allows, or as there is memory for."""
+    components = record.components
+    if plan.layout == "passes":  # a batch is never cut
+        return flat.batch, (
+            plan.samples if chunk is None else max(1, min(plan.samples, chunk // (components * flat.batch)))
+        )
+    if chunk is None:
+        return _fitting(model, record, flat, plan)
+    examples = max(1, min(flat.batch, chunk // components))
+    return examples, max(1, min(plan.samples, chunk // (components * examples)))
+
+
+def _fitting(model: nn.Module, record: Record, flat: FlatInputs, plan: Plan) -> tuple[int, int]:
+    """All examples and samples, unless memory is too short for that."""
+    samples, whole = plan.samples, (flat.batch, plan.samples)
     if small(record.components * samples * flat.batch, record.components) or torch.compiler.is_compiling():
         return whole
     device = device_of(flat.leaves, model)
     available = _lately(device)
     if available is None:
         return whole
-    inputs = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, noise)
+    inputs = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, plan.noise)
     if inputs is None:
         return whole
     key = samples > 1, inputs
     if key not in record.footprints:
-        record.footprints[key] = traced(model, flat, samples, noise)
+        record.footprints[key] = traced(model, flat, samples, plan.noise)
     known = record.footprints[key]
     if known is None or known.peak(samples, flat.batch) <= _SURE * available:
         return whole
@@ -172,16 +182,11 @@ def traced(model: nn.Module, flat: FlatInputs, samples: int, noise: str) -> Foot
     """The memory of a pass, from small ones that leave no trace themselves; None if they fail."""
 
     def run(count: int, examples: int) -> Any:
-        return draw_flat(model, flat.resized(examples), count, noise, 0, 0, 0, evaluated=True)
+        plan = Plan(count, noise, 0, layout="rows", evaluated=True)
+        return draw_flat(model, flat.resized(examples), plan)
 
     with contextlib.suppress(Exception), kept(model, flat.leaves):
-        # What happens only once is not to be traced: the probe, and the check of rows.
-        record = find_record(model)
-        inputs = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, noise)
-        if switches.paths.late and inputs is not None:
-            plan_for(model, record, flat, noise, inputs)
-        if not record.rows_checked:
-            run(1, 1)
+        run(samples, min(2, flat.batch))  # what happens only once is not to be traced
         return footprint(run, flat.batch, samples)
     return None
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from slimbayes.accelerate.late_tiling import Plan, probe
-from slimbayes.core.context import Draw, RowError, activate, row_message
+from slimbayes.core.context import Draw, RowError, activate
 from slimbayes.core.conversion import Record, every_module
 from slimbayes.core.memory import out_of_memory
 from slimbayes.core.rows import FlatInputs, unfold
@@ -50,37 +49,29 @@ def _is_plain(module: nn.Module) -> bool:
     return own and not isinstance(module, torch.jit.ScriptModule) and "train" not in vars(module)
 
 
-def plan_for(
-    model: nn.Module, record: Record, flat: FlatInputs, noise: str, key: tuple[Any, ...]
-) -> Plan | None:
-    """How to tile late for inputs with this signature, probed once; None where that is not safe."""
-    if key not in record.late:
-        known = record.rows_checked
-        plan = probe(model, flat.resized, record.components, flat.batch, noise, not known)
-        record.late[key] = plan
-        record.rows_checked = known or plan is not None
-    return record.late[key]
-
-
-def verify_rows(model: nn.Module, seen: Draw, flat: FlatInputs) -> None:
-    """Once per model: run it noiselessly on another batch size and see that every layer's rows scale with it.
-
-    A table shared by the batch can have a first dimension that the rows happen to divide; splitting it among
-    the draws would be silent nonsense.
-    """
-    assert seen.rows_seen is not None
-    batch = 2 if seen.batch != 2 else 3
-    probe = Draw(seen.components, 1, batch, "mean", component_ids=seen.component_ids, rows_seen={})
-    resized = flat.map_tiled(lambda leaf: torch.cat([leaf[:1]] * batch), batch)
-    args, kwargs = resized.tile(seen.components)
-    # A network may refuse the probe for reasons of its own; only what the layers saw counts.
-    with torch.no_grad(), evaluating(model), activate(probe), contextlib.suppress(Exception):
-        model(*args, **kwargs)
-    assert probe.rows_seen is not None
-    for layer, calls in probe.rows_seen.items():
-        for rows, probed in zip(seen.rows_seen.get(layer, []), calls, strict=False):
-            if probed * seen.rows != rows * probe.rows:
-                raise RowError(row_message(layer, rows, seen))
+@contextlib.contextmanager
+def kept(model: nn.Module, leaves: list[Any]) -> Iterator[None]:
+    """Put buffers, tensors that modules hold as attributes, and torch's generators back as they were."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    before = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            for store, name, buffer, value in before:
+                store[name] = buffer
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+            for now, then in attributes:
+                for name in [name for name, value in now.items() if isinstance(value, Tensor)]:
+                    if now[name] is not then.get(name):
+                        now.pop(name) if name not in then else now.update({name: then[name]})
 
 
 def verify_unsplit(

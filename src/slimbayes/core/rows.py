@@ -21,6 +21,9 @@ from slimbayes.sequences.kernels import Several
 _ONE = pytree.tree_flatten(((0,), {}))[1]  # of one tensor and nothing else
 
 
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
 @dataclass
 class FlatInputs:
     """The leaves of all inputs, the positions of those that have the batch axis, and its length."""
@@ -29,11 +32,12 @@ class FlatInputs:
     spec: Any
     tiled: set[int]
     batch: int
+    verdict: Any = None  # whether their rows are mixed, once that was asked (``row_mixing.py``)
 
     def map_tiled(self, change: Callable[[Tensor], Tensor], batch: int) -> FlatInputs:
         """The same inputs with every tensor that has the batch axis changed to another batch."""
         leaves = [change(leaf) if i in self.tiled else leaf for i, leaf in enumerate(self.leaves)]
-        return FlatInputs(leaves, self.spec, self.tiled, batch)
+        return FlatInputs(leaves, self.spec, self.tiled, batch, self.verdict)
 
     def tile(self, draws: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with the batch repeated for every draw: [draws·B, ...], draws outermost."""
@@ -239,6 +243,35 @@ def unfold(output: Any, draws: int, batch: int) -> Any:
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
         raise RowError(
             f"no output of the model has the {draws * batch} rows of this draw in its first dimension "
-            f"(output shapes: {shapes}); the network must keep the batch outermost"
+            f"(output shapes: {shapes}); the network must keep the batch outermost, or run once per draw "
+            f'with layout="passes", which stacks outputs of any shape'
         )
     return pytree.tree_unflatten(leaves, spec)
+
+
+def signature(
+    leaves: list[Any], spec: Any, tiled: set[int], batch: int, noise: str
+) -> tuple[Any, ...] | None:
+    """What a verdict depends on: shapes other than the batch's, types, plain values, precision, noise mode.
+
+    A batch of one is a case of its own: it broadcasts. None for inputs with a state of their own (a cache),
+    which a probe would change.
+    """
+    parts: list[Any] = [noise, batch == 1, torch.get_float32_matmul_precision()]
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            device = leaf.device.type
+            shape = leaf.shape[1:] if i in tiled else leaf.shape
+            parts.append((i in tiled, tuple(shape), leaf.dtype, device, autocasts(device)))
+        elif leaf is None or isinstance(leaf, PLAIN):
+            parts.append((type(leaf), leaf))
+        else:
+            return None
+    if len(leaves) > 1:
+        parts.append(str(spec))
+    return tuple(parts)
+
+
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for this kind of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-from slimbayes.accelerate.factor_groups import Group, find_groups, fingerprint
 from slimbayes.core.layers.base import Converted
 from slimbayes.sequences.kernels import Several
 
@@ -33,8 +30,6 @@ class Survey:
         self.children = [dict(module._modules) for module in self.below]
         self.root = type(model), dict(model._modules)
         self.layers = [(name, None if layer is model else layer) for name, layer in walk(model)]
-        self.groups: list[Group] | None = None
-        self.groups_of: list[Any] = []
 
     def holds(self, model: nn.Module) -> bool:
         """Whether every module has its type and its children still."""
@@ -47,14 +42,6 @@ class Survey:
     def converted(self, model: nn.Module) -> Layers:
         """The converted layers with their names."""
         return [(name, model if layer is None else layer) for name, layer in self.layers]  # type: ignore[misc]
-
-    def factor_groups(self, layers: Layers) -> list[Group]:
-        """The noisy rank-1 factors of these layers, by what they have in common."""
-        rules = [layer.bayes for _, layer in layers]
-        now = fingerprint(rules)
-        if self.groups is None or self.groups_of != now:
-            self.groups, self.groups_of = find_groups(rules), now
-        return self.groups
 
 
 def modules(model: nn.Module) -> list[nn.Module]:

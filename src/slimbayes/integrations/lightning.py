@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from slimbayes import extras
 from slimbayes.core.conversion import find_record
+from slimbayes.core.draws import draw
 from slimbayes.core.likelihoods import Categorical, Likelihood
 from slimbayes.core.objective import LinearAnnealing, StepAnnealing, elbo, parameter_groups
-from slimbayes.core.draws import draw
 from slimbayes.core.predict import predict, scored
 from slimbayes.core.predictive import Predictive
 from slimbayes.integrations.steps import Schedule, check_shares, schedule_of, size_of, unpack

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from slimbayes import extras
 from slimbayes.core.conversion import find_record
+from slimbayes.core.draws import draw
 from slimbayes.core.likelihoods import Likelihood
 from slimbayes.core.objective import ELBO, elbo, parameter_groups
-from slimbayes.core.draws import draw
 from slimbayes.core.predict import predict, scored
 from slimbayes.files import write_whole
 from slimbayes.integrations.scoring import aligned, base_of, likelihood_of, mean_logits, shaped, whole

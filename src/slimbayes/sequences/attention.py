@@ -159,7 +159,7 @@ class BayesMultiheadAttention(Several, nn.MultiheadAttention):
             or tuple(mask.shape[-2:]) != size
             or (mask.dim() == 3 and len(mask) % self.num_heads)
         ):
-            raise ValueError(
+            raise RowError(
                 f"{self._me()}: attn_mask must be {list(size)} or [batch·{self.num_heads}, {size[0]}, {size[1]}], got "
                 f"{list(mask.shape)}. sb.draw repeats a table that is as long as the batch: name it in shared_inputs"
             )

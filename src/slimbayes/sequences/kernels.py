@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slimbayes.core import context
-from slimbayes.core.context import Frame
+from slimbayes.core.context import Frame, RowError, row_message
 from slimbayes.core.layers.base import Converted, Loading
 from slimbayes.core.rules.base import Inputs, Rule, Slot
 from slimbayes.core.rules.kernel_map import Mapped
@@ -149,6 +149,11 @@ class Several(Loading, ABC):
         draw = context.late_draw()
         late = None if draw is None else draw.late
         untiled = late is not None and late.untiled(self.source, rows)
+        now = context.current_draw()
+        if (
+            now is not None and now.whole and not now.fits(rows)
+        ):  # the batch may be another axis of this layer's
+            raise RowError(row_message(self.source, rows, now))
         return context.frame(self.source, rows, self._components(), untiled)
 
     def _mapped(self, frame: Frame) -> dict[str, Mapped]:

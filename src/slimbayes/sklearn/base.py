@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from slimbayes.core.conversion import find_record
 from slimbayes.core.convert import bayesianize
+from slimbayes.core.draws import draw
 from slimbayes.core.likelihoods import Likelihood
 from slimbayes.core.methods import Method
-from slimbayes.core.draws import draw
 from slimbayes.core.predict import predict, scored
 from slimbayes.core.predictive import Predictive
 from slimbayes.core.probes import evaluating

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.core.conversion import find_record
+from slimbayes.core.draws import draw
 from slimbayes.core.likelihoods import Likelihood
 from slimbayes.core.methods import MCDropout
 from slimbayes.core.objective import LinearAnnealing, elbo, parameter_groups
-from slimbayes.core.draws import draw
 from slimbayes.core.predict import predict, scored
 
 BATCH = 64  # of batch_size="auto"

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from slimbayes.core.context import Supply
+from slimbayes.core.draws import draw
 from slimbayes.core.likelihoods import Likelihood
 from slimbayes.core.objective import elbo
-from slimbayes.core.draws import draw
 from slimbayes.core.predict import scored
 from slimbayes.extras import need
 from slimbayes.training.settings import Training

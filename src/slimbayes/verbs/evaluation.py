@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from slimbayes.core.context import Draw
 from slimbayes.core.conversion import find_record, unwrap
 from slimbayes.core.likelihoods import Categorical, Likelihood
-from slimbayes.core.draws import check_options
-from slimbayes.core.predict import check_chunk, predict_flat
+from slimbayes.core.plan import Plan
+from slimbayes.core.predict import Scoring, check_chunk, predict_flat
+from slimbayes.core.row_mixing import in_passes
 from slimbayes.core.rows import flatten_inputs
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ def evaluate(
     select: Callable[[Any], Tensor] | None = None,
     shared_inputs: Sequence[str | int] = (),
     first_example: int = 0,
+    layout: str = "auto",
 ) -> dict[str, float]:
     """Metrics of a model over an iterable of (inputs, targets), as a dict of floats.
 
@@ -54,7 +58,7 @@ def evaluate(
       ``first_example`` is the place of the first (for a process that holds a part of the data).
     - ``chunk`` bounds the rows (draws × examples) of one pass.
     - ``target_scaling``: targets and outputs are in its scaled units, the metrics in its original ones.
-    - ``select`` and ``shared_inputs`` as in ``sb.predict``.
+    - ``select``, ``shared_inputs`` and ``layout`` as in ``sb.predict``; batches that run in passes are not cut.
 
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=4))
@@ -77,6 +81,7 @@ def evaluate(
         select=select,
         shared_inputs=shared_inputs,
         first_example=first_example,
+        layout=layout,
     ).compute()
 
 
@@ -95,6 +100,7 @@ def assess(
     select: Callable[[Any], Tensor] | None = None,
     shared_inputs: Sequence[str | int] = (),
     first_example: int = 0,
+    layout: str = "auto",
 ) -> Evaluation:
     """``evaluate`` with the values of every example: ``.compute()`` the metrics, ``.examples``, ``.merge``.
 
@@ -105,13 +111,17 @@ def assess(
     """
     from slimbayes.metrics import Evaluation  # not everybody who imports slimbayes wants all metrics
 
-    components = find_record(model).components
-    check_options(samples, noise, seed)
+    record = find_record(model)
+    components = record.components
+    plan = Plan(samples, noise, seed, layout=layout, evaluated=True)
+    plan.check()
     check_chunk(chunk)
     device = _device(model) if device is None else torch.device(device)
     likelihood = Categorical() if likelihood is None else copy.deepcopy(likelihood).to(device)
     if seed is None and (noise == "shared" or chunk is not None):
-        seed = int(torch.randint(2**62, ()))  # a draw stays one function in every batch and pass
+        # A draw stays one function in every batch and pass.
+        plan = replace(plan, seed=int(torch.randint(2**62, ())))
+    scoring = Scoring(likelihood, select, chunk)
     evaluation = Evaluation(components, target_scaling)
     # Examples whose draws are held at a time; more than this once the size of an output is known.
     size = None if chunk is None else max(1, chunk // (components * samples))
@@ -119,20 +129,23 @@ def assess(
         inputs, targets = _moved(as_pair(batch, number), device)
         args, named = arguments(inputs if prepare is None else prepare(inputs))
         flat = flatten_inputs(model, args, named, shared_inputs)
-        if len(targets) % flat.batch:
+        now = Draw(components, samples, flat.batch, noise)
+        together = in_passes(
+            model, record, flat, now, layout
+        )  # and targets may be fewer: of graphs, not of nodes
+        if len(targets) % flat.batch and not together:
             raise ValueError(
                 f"batch {number} has {flat.batch} inputs but {len(targets)} targets: give one target each"
             )
         each = len(targets) // flat.batch  # above 1 where the network turns tokens or pixels into rows
         start = 0
         while start < flat.batch:
-            rows = slice(start, flat.batch if size is None else min(start + size, flat.batch))
+            rows = slice(start, flat.batch if size is None or together else min(start + size, flat.batch))
             part = flat.map_tiled(lambda leaf, rows=rows: leaf[rows], rows.stop - start)  # type: ignore[misc]
             place = first_example + start
-            predictive = predict_flat(
-                model, part, samples, noise, seed, likelihood, chunk, select=select, first_example=place
-            )
-            evaluation.update(predictive, targets[start * each : rows.stop * each])
+            own = replace(plan, first_example=place, layout="passes" if together else "rows")
+            predictive = predict_flat(model, part, own, scoring)
+            evaluation.update(predictive, targets if together else targets[start * each : rows.stop * each])
             if chunk is not None:
                 held = predictive.draws.numel() // (rows.stop - start)  # outputs per example, of all draws
                 size = max(1, min(chunk // components, _HELD // held))

@@ -14,6 +14,7 @@ from slimbayes.accelerate.compile.local_chain import chain_noise
 from slimbayes.accelerate.factor_groups import JOINS
 from slimbayes.accelerate.gpu.weight_samples import SCOPE
 from slimbayes.accelerate.row_factors import row_product
+from slimbayes.core.facts import TRACE
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
@@ -69,10 +70,12 @@ def _scoped(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         SCOPE.open, SCOPE.made, JOINS.made, JOINS.rules = True, [], [], []
+        TRACE.draws, TRACE.whole = [], True
         try:
             return function(*args, **named)
         finally:
             SCOPE.open, SCOPE.made, JOINS.made, JOINS.rules = False, [], [], []
+            TRACE.draws, TRACE.whole = [], False
 
     return call
 

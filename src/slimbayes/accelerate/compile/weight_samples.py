@@ -13,6 +13,7 @@ from slimbayes.accelerate import switches
 from slimbayes.accelerate.cpu.weight_operation import compiled, sampled_weights
 from slimbayes.accelerate.cpu.weights import fits
 from slimbayes.accelerate.gpu.weight_samples import SCOPE
+from slimbayes.accelerate.random_weights import own_prior
 from slimbayes.accelerate.weight_kl import RawPrior, spread_of
 from slimbayes.core.context import Draw
 from slimbayes.core.rules.base import Operation, Rule, parameter_of
@@ -60,7 +61,7 @@ def compiled_weights(layers: Sequence[tuple[Rule, Operation]], draw: Draw, most:
             sources.append(source)
             tensors += [mean, *spread]
             sizes.append(1 + len(spread))
-            priors.append(rule.own_prior(source, fan_in))
+            priors.append(own_prior(rule, source, fan_in))
             numbers += mean.numel()
     draws = draw.components * draw.samples
     if not sources or draws * numbers > most:

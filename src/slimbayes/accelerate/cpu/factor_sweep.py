@@ -6,6 +6,7 @@ gradients g ∘ f, Σ g∘x and Σ g∘x∘ε are summed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +77,10 @@ def seeded(factor: Factor, stream: int, clip: float | None, frame: Frame, name: 
     )
 
 
-def sampled(factor: Factor, stream: int, clip: float | None, frame: Frame, name: str) -> Tensor | None:
-    """The same factor as a tensor [K, S, B or 1, C]; None where no call of its layer in this draw is the kernels'."""
+def sampled(
+    factor: Factor, stream: int, clip: float | None, frame: Frame, name: str
+) -> Callable[[], Tensor] | None:
+    """What makes the same factor a tensor [K, S, B or 1, C]; None where no call of its layer is the kernels'."""
     if not (switches.paths.rows and switches.paths.factors and row_factors.eager()) or cpu.library() is None:
         return None
     if frame.draw is None or torch._C._get_tracing_state() is not None or transformed():
@@ -85,9 +88,14 @@ def sampled(factor: Factor, stream: int, clip: float | None, frame: Frame, name:
     made = seeded(factor, stream, clip, frame, name)
     if made is None:
         return None
-    value, _ = factor_of(made.source, made.loc, made.rho)
-    shaped: Tensor = clipped(value, made.source).unflatten(1, (frame.samples, -1))
-    return shaped
+    known = made
+
+    def make() -> Tensor:
+        value, _ = factor_of(known.source, known.loc, known.rho)
+        shaped: Tensor = clipped(value, known.source).unflatten(1, (frame.samples, -1))
+        return shaped
+
+    return make
 
 
 def held(module: nn.Module, name: str) -> Any:
@@ -97,12 +105,7 @@ def held(module: nn.Module, name: str) -> Any:
 
 
 def _seed(frame: Frame, key: str) -> int:
-    draw = frame.draw
-    if draw is None:
-        return int(_new_seed())
-    if key not in draw.cache:
-        draw.cache[key] = _new_seed()
-    return int(draw.cache[key])
+    return int(frame.once(key, _new_seed))
 
 
 def by_kernels(loc: Tensor, family: str) -> bool:

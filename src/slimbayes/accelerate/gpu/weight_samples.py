@@ -42,6 +42,7 @@ class Sums:
     values: Tensor
     parameters: tuple[Tensor, ...]
     prior: RawPrior
+    names: list[str]
 
     def valid(self, layers: Sequence[object]) -> bool:
         """Whether they were made in this call of a compiled function."""
@@ -127,7 +128,7 @@ def compute_dtype(mean: Tensor) -> torch.dtype:
 
 
 def sample(
-    posterior: Posterior, mean: Tensor, prior: RawPrior | None, form: str, frame: Frame
+    posterior: Posterior, mean: Tensor, prior: RawPrior | None, form: str, frame: Frame, name: str
 ) -> tuple[Tensor, Tensor, Sums | None]:
     """What ``form`` says (see kernels/weights.py), each [1, *shape], and the sums for the KL of a Normal prior."""
     dtype = compute_dtype(mean)
@@ -147,6 +148,6 @@ def sample(
     known = None
     if lends_sums(prior):
         assert prior is not None
-        known = Sums(sums, parameters, prior)
+        known = Sums(sums, parameters, prior, [name])
         SCOPE.made = [*SCOPE.made, known]
     return value.unsqueeze(0), noise.unsqueeze(0), known

@@ -60,7 +60,10 @@ class Ensembled(nn.Module):
             # torch's own search for ties leaves a module that has two names with the member's tensors.
             return functional_call(self._member[0], own, member_args, member_kwargs, tie_weights=False)
 
+        first = 0 if frame.draw is None else frame.draw.first_component
+
         def call(k: int, member_args: tuple[Any, ...], member_kwargs: dict[str, Any]) -> Any:
+            k += first
             return use({name: value[k] for name, value in stacked.items()}, member_args, member_kwargs)
 
         def at_once(tensors: dict[str, Tensor]) -> Any:

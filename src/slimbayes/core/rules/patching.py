@@ -35,9 +35,8 @@ class Mixing(nn.Module):
         return logits.log_softmax(0)
 
     def draw(self, frame: Frame, source: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Indices [draws, *shape]; a learned law leaves their log-probability with the draw, for ``elbo``."""
+        """Indices [draws, *shape]; those of a learned law stay with the draw, for ``elbo``."""
         dtype = torch.promote_types(like.dtype, torch.float32)
-        known = frame.draw is not None and source in frame.draw.cache
 
         def make() -> Tensor:
             u = frame.noise_like("uniform", source, shape, dtype, like.device, False).flatten(0, 2)
@@ -48,11 +47,15 @@ class Mixing(nn.Module):
                 index = _place(edges, u)
             return index.clamp(max=self.components - 1)  # rounding: u can reach 1 and edges can end below it
 
-        index = frame.once(source, make)
-        if self.logits is not None and frame.draw is not None and not known:
-            chosen = self.log_probs(like)[index]
-            frame.draw.log_probs[source] = chosen.reshape(frame.draws, -1).sum(1)  # [draws]
+        index: Tensor = frame.once(source, make)
+        if self.logits is not None and frame.draw is not None:
+            frame.draw.chosen[source] = self, index
         return index
+
+    def log_prob(self, index: Tensor) -> Tensor:
+        """Σ log p of the indices of every draw, [draws]."""
+        assert self.logits is not None
+        return self.log_probs(self.logits)[index].reshape(index.shape[0], -1).sum(1)
 
 
 def _place(edges: Tensor, u: Tensor) -> Tensor:

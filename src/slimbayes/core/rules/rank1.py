@@ -70,6 +70,8 @@ class Rank1Rule(Rule):
     def sample_factor(self, factor: Factor, which: str, frame: Frame) -> Tensor:
         """Samples [K, S, B or 1, C] of the factor "r" or "s", one for all uses in a draw."""
         source = f"{self.name}.{which}"
+        if frame.noise == "example" and frame.draw is not None and frame.batch != frame.draw.batch:
+            source = f"{source} of {frame.batch} rows"  # of graphs, where the layers before saw nodes
         known = frame.ahead(source)
         if known is not None:
             return known
@@ -77,11 +79,12 @@ class Rank1Rule(Rule):
             point = frame.pick(factor.loc)
             return point.reshape(point.shape[0], 1, 1, -1)
 
+        if frame.noise != "mean":
+            made: Tensor | None = first(ASKED.factor, self, factor, which, frame)
+            if made is not None:
+                return made
+
         def make() -> Tensor:
-            if frame.noise != "mean":
-                made: Tensor | None = first(ASKED.factor, self, factor, which, frame)
-                if made is not None:
-                    return made
             value = sample(picked(factor, frame), frame, source, frame.noise == "example", True)
             if self.clip is None or frame.noise == "mean":  # samples are clipped, means are not
                 return value
@@ -128,7 +131,7 @@ class Rank1Rule(Rule):
             own = by_draw(shift)
             return Mapped(weight, own if bias is None else own + expand_groups(bias, own.shape[0]))
         if all([f is None or f.shape[2] == 1 for f in (r, s)]):
-            return Mapped(frame.once(f"{self.name}.folded", lambda: _into(op.weight, r, s)), bias)
+            return Mapped(frame.derived(f"{self.name}.folded", lambda: _into(op.weight, r, s)), bias)
         inner, outer = (None if f is None else by_row(f, frame) for f in (s, r))
         return Mapped(weight, bias, inner, outer)
 

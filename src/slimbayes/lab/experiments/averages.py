@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from slimbayes.accelerate.patch_lookahead import Ahead
 from slimbayes.core.conversion import find_record
 from slimbayes.core.draws import draw_flat
+from slimbayes.core.paths import ASKED
+from slimbayes.core.paths import first as first_of
+from slimbayes.core.plan import Plan
 from slimbayes.core.probes import evaluating
 from slimbayes.core.rows import flatten_inputs
 
@@ -36,14 +38,14 @@ def passes(
         x = prepare(inputs[start : start + size])
         flat = flatten_inputs(model, (x,), {}, ())
         most, done = max(1, chunk // (record.components * len(x))), 0
-        with contextlib.closing(Ahead(stops[-1], flat.numel(), record.places)) as ahead:
+        course = first_of(ASKED.course, model, stops[-1], flat.numel())
+        with contextlib.nullcontext() if course is None else contextlib.closing(course):
             for stop in stops:
                 while done < stop:
                     step = min(most, stop - done)
+                    plan = Plan(step, "example", seed, first + start, done, evaluated=True)
                     with torch.no_grad(), evaluating(model):
-                        logits = draw_flat(
-                            model, flat, step, "example", seed, first + start, done, True, ahead
-                        )
+                        logits = draw_flat(model, flat, plan, course)
                     done += step
                     yield slice(start, start + len(x)), done, logits.float().softmax(-1)
 

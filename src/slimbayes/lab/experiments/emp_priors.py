@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.core.convert import bayesianize
-from slimbayes.core.methods import EMP, DropConnect, MCDropout
 from slimbayes.core.draws import draw
+from slimbayes.core.methods import EMP, DropConnect, MCDropout
 from slimbayes.lab.experiments.catalogue import find
 from slimbayes.lab.experiments.outcome import Outcome, Table, check, curve
 from slimbayes.lab.experiments.session import Session

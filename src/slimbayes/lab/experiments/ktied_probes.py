@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.core.conversion import converted_layers
-from slimbayes.core.objective import elbo
 from slimbayes.core.draws import draw
+from slimbayes.core.objective import elbo
 from slimbayes.core.posteriors import KTiedPosterior
 from slimbayes.lab.experiments.networks import Prepared
 from slimbayes.lab.experiments.session import Probe, Session

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slimbayes.core.convert import bayesianize
+from slimbayes.core.draws import draw
 from slimbayes.core.methods import KTied, MeanField
 from slimbayes.core.objective import elbo
-from slimbayes.core.draws import draw
 from slimbayes.core.priors import Normal
 from slimbayes.lab.experiments.ktied_recipes import Job, seeds_of, size_of, train
 from slimbayes.lab.experiments.ktied_tables import TITLES

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.core.convert import bayesianize
-from slimbayes.core.methods import Rank1
 from slimbayes.core.draws import draw
+from slimbayes.core.methods import Rank1
 from slimbayes.training import mixed_seed
 
 WIDTH, DEPTH, EXAMPLES = 4, 2, 500  # few, so that the minimum of F is no flat one

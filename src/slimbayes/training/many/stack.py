@@ -165,7 +165,6 @@ class Stack:
             with together():
                 found = vmap(one, in_dims=axes)(tensors, baseline, inputs, targets, noise)
         finally:  # what belongs to this vmap must not outlive it
-            self.record.mixing, self.record.byproducts = [], {}
             self.record.baseline = torch.zeros(())
         return found[0], found[1], buffers if baseline is None else {**moving, BASELINE: found[2]}
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.core.conversion import find_record, unwrap
+from slimbayes.core.draws import draw
 from slimbayes.core.likelihoods import Categorical, Likelihood
 from slimbayes.core.objective import kl
-from slimbayes.core.draws import draw
 from slimbayes.core.predict import scored
 from slimbayes.core.probes import evaluating
 from slimbayes.verbs.diagnosis import limits

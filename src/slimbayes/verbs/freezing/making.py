@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.accelerate.late_tiling import Plan, signature
+from slimbayes.accelerate.late_tiling import LATE_TILING, Plan
 from slimbayes.core.context import Draw, Frame
 from slimbayes.core.conversion import ATTRIBUTE, Record, find_record, unwrap
 from slimbayes.core.layers.base import Converted
@@ -21,8 +21,8 @@ from slimbayes.core.layers.embedding import BayesEmbedding
 from slimbayes.core.layers.ensemble import Ensembled
 from slimbayes.core.layers.linear import BayesLinear, TransposedLinear
 from slimbayes.core.layers.norm import _Norm, _TrailingNorm
-from slimbayes.core.probes import plan_for
-from slimbayes.core.rows import FlatInputs, flatten_inputs
+from slimbayes.core.row_mixing import in_passes
+from slimbayes.core.rows import FlatInputs, flatten_inputs, signature
 from slimbayes.core.rules.base import Operation
 from slimbayes.core.rules.dropout import DroppedRule
 from slimbayes.core.rules.kernel_map import expand_groups
@@ -95,6 +95,8 @@ def freeze(
     noisy = any(method.traits.noisy for method in record.methods) or bool(record.dropouts)
     samples = draws // components if noisy else 1
     flat = None if example is None else _flattened(model, example, shared_inputs)
+    if flat is not None:
+        _refuse_mixed(model, record, flat, components, samples)
     with torch.no_grad():
         plan = None if flat is None else _plan(inner, record, flat, components * samples)
         network = copy.deepcopy(inner)
@@ -154,6 +156,16 @@ def _flattened(model: nn.Module, example: Any, shared: Sequence[str | int]) -> F
     return flat if flat.batch > 1 else flat.resized(2)  # a single example could broadcast by chance
 
 
+def _refuse_mixed(model: nn.Module, record: Record, flat: FlatInputs, components: int, samples: int) -> None:
+    now = Draw(components, samples, flat.batch, "shared")
+    if in_passes(model, record, flat, now, "auto") and components * samples > 1:
+        raise ValueError(
+            "the rows of this network's batch see each other, and a frozen model runs all draws as rows of one batch: "
+            "they would see those of other draws. Freeze one draw at a time (draws=1, several seeds), or predict with "
+            "sb.predict, which runs the network once per draw"
+        )
+
+
 def _plan(model: nn.Module, record: Record, flat: FlatInputs, draws: int) -> Plan | None:
     """Where the rows are repeated for every draw, if that may happen inside the network (``late.py``)."""
     key = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, "shared")
@@ -163,7 +175,7 @@ def _plan(model: nn.Module, record: Record, flat: FlatInputs, draws: int) -> Pla
     for module in training:
         module.training = False
     try:
-        return plan_for(model, record, flat, "shared", key)
+        return LATE_TILING.plan_for(model, flat, "shared", key)
     finally:
         for module in training:
             module.training = True
@@ -264,8 +276,8 @@ def _rank1(layer: Converted, rule: Rank1Rule, making: Making) -> FrozenLayer:
 
 
 def _sampled(layer: Converted, rule: SampledRule, making: Making) -> FrozenLayer:
-    weight = rule._per_draw(layer, "weight", making.frame)
-    bias = None if layer.bias is None else rule._per_draw(layer, "bias", making.frame)
+    weight = rule.sample_tensor(layer, "weight", making.frame)
+    bias = None if layer.bias is None else rule.sample_tensor(layer, "bias", making.frame)
     return _by_draw(layer, weight, bias, making.draws)
 
 

@@ -1,0 +1,202 @@
+"""The facts of a draw: what outlives it, for the loss that scores its outputs, which lead to it.
+
+They hold log-probabilities and by-products for the KL, never a sample.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from slimbayes.core import second_runs
+from slimbayes.core.context import Draw
+
+_ATTRIBUTE = "_slimbayes_facts"
+_FARTHEST = 128  # nodes between a draw's outputs and what is scored
+
+
+@dataclass
+class Facts:
+    """What a loss may want to know of a draw: the log-probabilities of what was chosen, and known KLs."""
+
+    model: Any  # the record of the converted model, weakly
+    passes: list[list[Tensor]] = field(
+        default_factory=list
+    )  # log-probabilities [draws of the pass] of every pass
+    byproducts: dict[str, Any] = field(default_factory=dict)  # what a KL of the same weights need not redo
+
+    def of(self, record: object) -> bool:
+        """Whether the draw was one of this model's."""
+        return (self.model() if isinstance(self.model, weakref.ref) else self.model) is record
+
+    @property
+    def log_probs(self) -> list[Tensor]:
+        """Log-probabilities [draws], whose sum is the draw's."""
+        if len(self.passes) == 1:
+            return self.passes[0]
+        sums = [torch.stack(own).sum(0) if own else None for own in self.passes]
+        known = [value for value in sums if value is not None]
+        return (
+            [torch.cat([known[0].new_zeros(1) if value is None else value for value in sums])]
+            if known
+            else []
+        )
+
+    def take_byproducts(self) -> list[Any]:
+        """What is known of the KL, for one use: it may hold as much memory as the weights."""
+        found, self.byproducts = list(self.byproducts.values()), {}
+        return found
+
+
+@dataclass
+class Trace:
+    """Draws that were made in compiled code, where no graph leads back: known by their outputs themselves."""
+
+    draws: list[tuple[list[Tensor], Facts]] = field(default_factory=list)
+    whole: bool = False  # one call of a function compiled by ``sb.compile``, and nothing else, was traced
+
+
+TRACE = Trace()
+
+
+class Marker(torch.autograd.Function):
+    """An identity at the outputs of a draw: from them it leads to the facts, and backwards into the draw.
+
+    It is the first of the draw's nodes that a backward pass enters. What was sampled before the network ran is kept
+    with it for a second run, and freed with it. ``inputs``: the outputs, and then tensors whose nodes are to be
+    visited, too, which get no gradient from here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, facts: Facts, again: Draw, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.facts, ctx.again = facts, again
+        ctx.names = [name for name, value in again.prefilled.items() if isinstance(value, Tensor)]
+        ctx.save_for_backward(*[again.prefilled.pop(name) for name in ctx.names])
+        ctx.others = [(given.shape, given.dtype, given.device) for given in inputs[count:]]
+        ctx.set_materialize_grads(False)
+        return tuple([output.detach() for output in inputs[:count]])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        try:
+            known = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        except RuntimeError:  # freed by an earlier backward pass: a layer that is run again will say so
+            known = {}
+        second_runs.enter(replace(ctx.again, prefilled={**ctx.again.prefilled, **known}))
+        # Zeros, for a hook adds to them: it may not put a gradient where there is none.
+        others = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others]
+        return None, None, None, *grads, *others
+
+
+def remembers() -> bool:
+    """Whether a draw that starts now leaves a graph that leads back to it: eager code, with gradients."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def facts_for(record: object) -> Facts:
+    """Facts of a draw that is about to be made."""
+    return Facts(record if torch.compiler.is_compiling() else weakref.ref(record))
+
+
+def leave_facts(output: Any, record: object, now: Draw, facts: Facts | None = None) -> Any:
+    """The outputs of a draw, which lead to its facts from here on; ``facts`` where it is one pass of several."""
+    if not torch.is_grad_enabled():
+        return output
+    log_probs = [mixing.log_prob(index) for mixing, index in now.chosen.values()]
+    whole = facts is None
+    facts = facts_for(record) if facts is None else facts
+    facts.passes.append(log_probs)
+    facts.byproducts.update(now.byproducts)
+    if torch.compiler.is_compiling() or now.memory is None:
+        return leave_all(output, facts) if whole else output
+    if type(output) is Tensor:
+        return _marked([output], facts, now, log_probs)[0]
+    leaves, spec = pytree.tree_flatten(output)
+    return pytree.tree_unflatten(_marked(leaves, facts, now, log_probs), spec)
+
+
+def leave_all(output: Any, facts: Facts) -> Any:
+    """The outputs of all passes of a draw: where no graph leads back, they themselves are remembered."""
+    if not torch.is_grad_enabled() or not facts.passes:
+        return output
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    if torch.compiler.is_compiling():
+        if TRACE.whole or any(facts.passes):
+            before = TRACE.draws if TRACE.whole else []
+            TRACE.draws = [*before, (leaves, facts)]
+    elif not remembers():  # a transform, whose tensors have no graph of their own
+        for leaf in leaves:
+            if leaf.is_floating_point():
+                setattr(leaf, _ATTRIBUTE, facts)
+    return output
+
+
+def _marked(leaves: list[Any], facts: Facts, now: Draw, log_probs: list[Tensor]) -> list[Any]:
+    assert now.memory is not None
+    by_hand = now.memory.end(now.prefilled)
+    linked = any([value.requires_grad for value in log_probs])
+    places = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and (leaf.requires_grad or (linked and leaf.is_floating_point()))
+    ]
+    if not places:
+        return leaves
+    marked = Marker.apply(
+        facts, now.second_run(), len(places), *[leaves[i] for i in places], *log_probs, *by_hand
+    )  # type: ignore[no-untyped-call]
+    for i, leaf in zip(places, marked, strict=True):
+        leaves[i] = leaf
+    return leaves
+
+
+def facts_of(scored: Any, record: object) -> list[Facts]:
+    """The facts of this model's draws to which these tensors lead, each draw once, as they follow each other."""
+    found: list[Facts] = []
+    for tensor in pytree.tree_leaves(scored):
+        if isinstance(tensor, Tensor):
+            for facts in _found(tensor):
+                if facts.of(record) and not any([facts is known for known in found]):
+                    found.append(facts)
+    return found
+
+
+def sums_of_trace(record: object) -> list[Any]:
+    """In compiled code: what all draws of this model know of its KL."""
+    return [known for _, facts in TRACE.draws if facts.of(record) for known in facts.byproducts.values()]
+
+
+def _found(tensor: Tensor) -> list[Facts]:
+    if not torch.compiler.is_compiling():
+        own = getattr(tensor, _ATTRIBUTE, None)
+        found = [own] if own is not None else list(_markers(tensor.grad_fn))
+        if found:
+            return found
+    return [facts for given, facts in TRACE.draws if any([one is tensor for one in given])]
+
+
+def _markers(node: Any) -> Iterator[Facts]:
+    """The facts of the nearest markers, in the order of the operations' arguments."""
+    waiting, seen = [] if node is None else [node], set()
+    while waiting and len(seen) < _FARTHEST:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        facts = getattr(node, "facts", None)
+        if isinstance(facts, Facts):
+            yield facts
+        else:
+            waiting.extend([before for before, _ in reversed(node.next_functions) if before is not None])

@@ -1,6 +1,5 @@
 """A method of your own: Gaussian dropout, y = op(x ∘ ε, W) with ε ~ N(1, α) (Srivastava et al. 2014)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from slimbayes.core.layers.base import Converted
 from slimbayes.core.layers.table import is_weighted
 from slimbayes.core.methods import METHODS, Method
 from slimbayes.core.methods.base import Outline, Shared, Traits, check_positive, needs_linear
-from slimbayes.core.rules.base import Inputs, KLTerm, Operation, Rule, sample, scale_inputs
+from slimbayes.core.rules.base import Inputs, Operation, Rule, sample, scale_inputs
 
 
 class GaussianNoiseRule(Rule):
@@ -32,14 +31,6 @@ class GaussianNoiseRule(Rule):
         source, per_example = f"{self.name}.epsilon", frame.noise == "example"
         epsilon = frame.once(source, lambda: sample(spread, frame, source, per_example, component_axis=False))
         return op.compute(scale_inputs(op, inputs, epsilon, frame, torch.mul), op.weight, op.bias)
-
-    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
-        """None: α is fixed. A rule with a learned spread yields (name, q, p, "sum") here."""
-        return iter(())
-
-    def means(self, op: Operation) -> Iterator[Tensor]:
-        """None: every tensor of the layer is under weight decay."""
-        return iter(())
 
 
 @dataclass(frozen=True)

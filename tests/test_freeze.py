@@ -282,17 +282,6 @@ def test_copies_and_files_of_the_module():
 
 
 def test_errors():
-    class Unknown(type(sb.bayesianize(nn.Linear(1, 1), sb.MeanField()).bayes).__mro__[1]):
-        forward = kl_terms = means = lambda *given: None
-
-    model = sb.bayesianize(nn.Sequential(nn.Linear(2, 2)), sb.MeanField())
-    rule = Unknown()
-    rule.name = "0"
-    model[0].bayes = rule
-    with pytest.raises(
-        TypeError, match="layer '0' has a Unknown, of which freeze does not know what a draw is"
-    ):
-        sb.freeze(model)
     additive = sb.Rank1(components=2, perturbation="additive")
     with pytest.raises(ValueError, match="adds to its projected state"):
         sb.freeze(sb.bayesianize(nn.LSTM(3, 4, proj_size=2), additive))

@@ -122,7 +122,7 @@ def test_sample_has_the_moments_of_the_posterior() -> None:
     rule, alone = layer.bayes, context.frame("", 1)
     samples = torch.stack(
         [
-            weight_samples.sample(rule.weight, layer.weight, None, "sample", alone)[0][0].detach()
+            weight_samples.sample(rule.weight, layer.weight, None, "sample", alone, "weight")[0][0].detach()
             for _ in range(400)
         ]
     )

@@ -14,7 +14,8 @@ from torch.nn.utils import parametrize, prune
 import slimbayes as sb
 import slimbayes.core.keyed_noise as keys
 from slimbayes.accelerate import patch_lookahead, patch_versions
-from slimbayes.core.conversion import converted_layers, find_record
+from slimbayes.accelerate.patch_lookahead import places_of
+from slimbayes.core.conversion import converted_layers
 from slimbayes.core.keyed_noise import keyed_noise, keyed_uniforms, layer_key
 from slimbayes.lab.models import WideResNet
 
@@ -446,7 +447,7 @@ def test_a_large_place_is_given_up(largest, monkeypatch):
     compiled = torch.compile(model, backend=counter)
     for _ in range(3):
         torch.testing.assert_close(sb.predict(compiled, x, samples=5, seed=1, chunk=4).draws, whole)
-        kept = find_record(model).places.kept
+        kept = places_of(model).kept
         assert [one is None for one in kept] == [not largest]
         assert any("settled_token" in vars(module) for module in model.modules()) == bool(largest)
     assert counter.frame_count == 1
@@ -460,7 +461,7 @@ def test_no_memory_for_a_place_is_an_error_that_leaves_room_for_the_next(monkeyp
         sb.predict(model, x, samples=5, seed=1, chunk=4)
     monkeypatch.undo()
     torch.testing.assert_close(sb.predict(model, x, samples=5, seed=1, chunk=4).draws, whole)
-    assert [one is not None for one in find_record(model).places.kept] == [True]
+    assert [one is not None for one in places_of(model).kept] == [True]
 
 
 @pytest.mark.parametrize("failing", [2, 4])
@@ -476,7 +477,7 @@ def test_a_prediction_that_fails_leaves_the_place(failing):
     sb.predict(model, x, samples=2, seed=1, chunk=4)
     with model.register_forward_hook(fail), pytest.raises(RuntimeError, match="stop"):
         sb.predict(model, x, samples=5, seed=1, chunk=4)
-    assert len(find_record(model).places.kept) == 1
+    assert len(places_of(model).kept) == 1
 
 
 def test_a_prediction_in_inference_mode_leaves_gradients_to_others():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import slimbayes as sb
-from slimbayes.core.conversion import find_record
+from slimbayes.accelerate.late_tiling import LATE_TILING
 from slimbayes.lab.models import LeNet, WideResNet
 
 
@@ -146,7 +146,7 @@ NEVER = ("reads_batch_early", "long_skip", "picks_rows", "dense_skip", "recurren
 
 
 def plans(model):
-    return list(find_record(model).late.values())
+    return list(LATE_TILING.plans.get(model, {}).values())
 
 
 def both_ways(model, inputs, **options):
@@ -239,7 +239,7 @@ def test_with_gradients_rows_are_repeated_first():
     model = convert(mlp, METHODS["meanfield"](), include="3").double().eval()
     with torch.enable_grad():
         sb.draw(model, features(4).double(), samples=3, seed=2).square().sum().backward()
-    assert not find_record(model).late
+    assert not LATE_TILING.plans.get(model)
     sb.draw(model, features(4).double(), samples=3, seed=2)
     assert plans(model)[0] is not None
 

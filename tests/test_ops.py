@@ -1,4 +1,4 @@
-"""``slimbayes.accelerate.custom_operation``: what ``torch.library.custom_op`` promises, kept without its price."""
+"""``slimbayes.core.custom_operation``: what ``torch.library.custom_op`` promises, kept without its price."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from slimbayes.accelerate.custom_operation import CustomOp, operation
+from slimbayes.core.custom_operation import CustomOp, operation
 
 
 @operation("test_mixed", "(Tensor x, Tensor[] ys, SymInt[] sizes) -> (Tensor, Tensor[])")
@@ -133,12 +133,12 @@ import builtins, os, torch, torch._dynamo
 def step(gone):
     real = builtins.__import__
     def without(name, given=None, *rest, **named):
-        if name == gone and given and given.get("__name__") == "slimbayes.accelerate.custom_operation":
+        if name == gone and given and given.get("__name__") == "slimbayes.core.custom_operation":
             raise ImportError(name)
         return real(name, given, *rest, **named)
     builtins.__import__ = without
     import slimbayes as sb
-    from slimbayes.accelerate import custom_operation
+    from slimbayes.core import custom_operation
     builtins.__import__ = real
     assert not custom_operation.DIRECT
     net = sb.bayesianize(torch.nn.Linear(4, 3), sb.Rank1())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import slimbayes as sb
+from slimbayes.accelerate.compile.entry import _scoped
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -77,7 +78,7 @@ def test_two_draws_in_one_tensor_are_named_in_their_order():
     model = learner()
     first, second = (sb.draw(model, X, samples=2, seed=seed) for seed in (1, 2))
     both = torch.cat([first, second])
-    with pytest.raises(ValueError, match="2 draws.*of="):
+    with pytest.raises(ValueError, match=r"2 draws.*of="):
         loss_of(both, model)
     whole = sb.draw(model, X, samples=4, seed=5)
     assert mixing_gradient(loss_of(whole, model), model).shape == (3,)
@@ -127,8 +128,8 @@ def test_several_outputs_and_no_rows():
 
     torch.manual_seed(0)
     model = sb.bayesianize(Two(), sb.EMP(components=2, patch=(nn.Linear,), init_noise=0.5, learn_mixing=True))
-    outputs = sb.draw(model, X, samples=4)
-    assert outputs["b"][1] == 24
+    outputs = sb.draw(model, X, samples=16)
+    assert outputs["b"][1] == 96
     found = [mixing_gradient(loss_of(one, model), model) for one in (outputs["a"], outputs["b"][0])]
     assert all(grad.abs().sum() > 0 for grad in found)
     outputs["a"].sum().backward()  # each has its own backward pass
@@ -194,24 +195,49 @@ def test_outputs_do_not_keep_the_model():
     assert gone() is None and len(kept) == 2
 
 
-@pytest.mark.parametrize("compile", [torch.compile, sb.compile], ids=["torch", "slimbayes"])
-def test_compiled_steps_score_their_own_draw(compile):
+def compiled(function, whole=False):
+    """By torch.compile, or as ``sb.compile`` wraps a function, without the compiler's long last part."""
     torch._dynamo.reset()
+    function = _scoped(function) if whole else function
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("scored", ["first", "second", "named"])
+def test_compiled_steps_score_their_own_draw(scored):
     model = learner()
 
     def step(x, y):
-        first = sb.draw(model, x, samples=4)
-        other = sb.draw(model, x.flip(0), samples=4)
-        return sb.elbo(first, y, model, 60).loss, first, other
+        first, second = (sb.draw(model, x, samples=4, seed=seed) for seed in (1, 2))
+        of = first if scored == "named" else None
+        return sb.elbo(
+            second if scored == "second" else first * 1.0 if of is not None else first, y, model, 60, of=of
+        ).loss
 
-    loss, draws, other = torch.compile(step, fullgraph=True, backend="aot_eager")(X, Y)
-    found = mixing_gradient(loss, model)
-    assert found.abs().sum() > 0
-
-    def cut(x, y):
-        return sb.elbo(sb.draw(model, x, samples=4) * 1.0, y, model, 60).loss
-
+    expected = mixing_gradient(step(X, Y), model)
+    torch.testing.assert_close(mixing_gradient(compiled(step, whole=True)(X, Y), model), expected)
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="of="):
-        torch.compile(cut, fullgraph=True, backend="aot_eager")(X, Y)
+
+
+def test_compiled_draws_and_compiled_losses():
+    model = learner()
+    expected = mixing_gradient(loss_of(sb.draw(model, X, samples=4, seed=1), model), model)
+
+    def step(x):
+        return loss_of(sb.draw(model, x, samples=4, seed=1), model)
+
+    def draw(x):
+        return sb.draw(model, x, samples=4, seed=1)
+
+    def cut(x):
+        return loss_of(sb.draw(model, x, samples=4, seed=1) * 1.0, model)
+
+    torch.testing.assert_close(mixing_gradient(compiled(step)(X), model), expected)
+    first = compiled(draw)(X)
+    torch.testing.assert_close(mixing_gradient(loss_of(first, model), model), expected)
+    compiled(draw)(X)
+    with pytest.raises(ValueError, match="of="):
+        loss_of(first, model)
+    for whole in (False, True):
+        with pytest.raises(Exception, match="of="):
+            compiled(cut, whole)(X)
     torch._dynamo.reset()

@@ -6,7 +6,7 @@ from helpers_attention import BATCH, HEADS, SEPARATE, SIZE, Attended, inputs
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.core.conversion import find_record
+from slimbayes.accelerate.late_tiling import LATE_TILING
 from slimbayes.core.posteriors import positive
 from slimbayes.core.rules import dropout as dropping
 
@@ -124,7 +124,7 @@ def test_late_tiling_has_the_same_draws(method, noise):
     x, padding = sequences(6), torch.arange(5) >= torch.tensor([1, 2, 3, 4, 5, 5])[:, None]
     with torch.no_grad(), sb.fast_paths(late=True):
         late = sb.draw(model, x, padding, samples=3, seed=1, noise=noise)
-        plans = [plan for plan in find_record(model).late.values() if plan is not None]
+        plans = [plan for plan in LATE_TILING.plans.get(model, {}).values() if plan is not None]
         with sb.fast_paths(late=False):
             plain = sb.draw(model, x, padding, samples=3, seed=1, noise=noise)
     torch.testing.assert_close(late, plain, rtol=1e-10, atol=1e-10)

@@ -8,6 +8,7 @@ from helpers_sequences import BATCH, HIDDEN, LAYERS, SIZE, Looped, Sequences, in
 from torch import nn
 
 import slimbayes as sb
+from slimbayes.accelerate.late_tiling import LATE_TILING
 from slimbayes.core.context import current_draw
 from slimbayes.core.conversion import converted_layers, find_record
 
@@ -148,7 +149,7 @@ def test_late_tiling_has_the_same_draws(method, noise):
     model = converted(method, num_layers=2).eval()
     with torch.no_grad(), sb.fast_paths(late=True):
         late = sb.draw(model, words(6), samples=3, seed=1, noise=noise)
-        plans = [plan for plan in find_record(model).late.values() if plan is not None]
+        plans = [plan for plan in LATE_TILING.plans.get(model, {}).values() if plan is not None]
         with sb.fast_paths(late=False):
             plain = sb.draw(model, words(6), samples=3, seed=1, noise=noise)
     torch.testing.assert_close(late, plain, rtol=1e-5, atol=1e-6)

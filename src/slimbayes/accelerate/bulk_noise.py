@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slimbayes.accelerate import cpu, switches
 from slimbayes.accelerate.cpu import raw_noise
-from slimbayes.accelerate.custom_operation import operation
+from slimbayes.core.custom_operation import operation
 from slimbayes.core.keyed_noise import keyed_noise
 from slimbayes.core.noise import KINDS, transformed
 from slimbayes.core.paths import FastPath

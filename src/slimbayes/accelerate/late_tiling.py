@@ -27,6 +27,7 @@ from slimbayes.core.memory import out_of_memory
 from slimbayes.core.paths import FastPath
 from slimbayes.core.probes import kept
 from slimbayes.core.rows import FlatInputs, autocasts, signature
+from slimbayes.core.sharded import is_shared_out
 
 _SHARE = 0.25  # of a value, added or taken away: enough to tell draws apart, whatever their own spread
 
@@ -166,9 +167,8 @@ def probe(
     ``resized(n)`` gives the inputs (FlatInputs) of n rows. Nothing of the model or of torch's generators is
     left changed.
     """
-    parameter = next(model.parameters(), None)
-    if type(parameter).__name__ == "DTensor" or isinstance(model, nn.DataParallel):
-        return None  # sharded: processes would have to agree on when to probe
+    if isinstance(model, nn.DataParallel) or is_shared_out(model.modules()):
+        return None  # processes would have to agree on when to probe
     with torch.no_grad(), kept(model, resized(1).leaves), contextlib.suppress(Exception):
         return _compare(model, resized, components, batch, noise)
     return None

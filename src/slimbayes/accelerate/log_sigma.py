@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.accelerate import switches
-from slimbayes.accelerate.custom_operation import operation
+from slimbayes.core.custom_operation import operation
 from slimbayes.core.noise import transformed
 from slimbayes.core.paths import FastPath
 

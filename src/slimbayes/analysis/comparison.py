@@ -14,10 +14,7 @@ from slimbayes.analysis.layers import root_of
 from slimbayes.core import distributions as d
 from slimbayes.core.conversion import converted_layers, find_record
 from slimbayes.core.kl import total_kl
-from slimbayes.core.layers.base import Converted
 from slimbayes.core.objective import kl
-from slimbayes.core.rules.meanfield import SampledRule
-from slimbayes.core.rules.rank1 import Rank1Rule
 
 OTHERS = "(other parameters)"
 
@@ -113,32 +110,10 @@ def prior_pairs(model: nn.Module) -> Iterator[tuple[str, str, Any, Any, str]]:
     """Every random tensor with a prior: its layer, its name, q, p and how the KL counts components."""
     seen: set[str] = set()
     for name, layer in converted_layers(root_of(model)):
-        for source, tensor, q, p, reduction in _pairs(layer):
+        for source, q, p, reduction in layer.bayes.kl_terms(layer):
             if source not in seen:
                 seen.add(source)
-                yield name, tensor, q, p, reduction
-
-
-def _pairs(layer: Converted) -> Iterator[tuple[str, str, Any, Any, str]]:
-    rule = layer.bayes
-    if isinstance(rule, Rank1Rule):
-        for which, factor in (("r", rule.r), ("s", rule.s)):
-            if factor is not None and not isinstance(factor(), d.Delta):
-                q = factor()
-                prior = factor.prior.distribution(q.loc)
-                yield f"{rule.name}.{which}", which, q, prior, rule.reduction
-    elif isinstance(rule, SampledRule):
-        for which in ("weight", "bias"):
-            posterior, mean, source, fan_in = rule.tensor(layer, which)
-            if rule.prior is None or posterior is None or mean is None:
-                continue
-            p: Any = rule.prior.distribution(mean, fan_in)
-            if rule.tied_mean:
-                p = d.Normal(mean, p.scale)
-            yield source, which, posterior(mean), p, "sum"
-    else:
-        for source, q, p, reduction in rule.kl_terms(layer):
-            yield source, source.rsplit(".", 1)[-1], q, p, reduction
+                yield name, source.rsplit(".", 1)[-1], q, p, reduction
 
 
 def _others(model: nn.Module, rows: list[Compared]) -> Compared | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.analysis.layers import root_of
 from slimbayes.core.conversion import converted_layers
-from slimbayes.core.rules.rank1 import Factor, Rank1Rule
+from slimbayes.core.rules.rank1 import Factor
 
 COLLAPSED = 0.01  # spread of components around factors of 1, below which they are one network
 
@@ -53,13 +54,11 @@ def factor_scale(model: nn.Module) -> dict[str, dict[str, float]]:
     return _of_factors(model, scale)
 
 
-def rank1_factors(model: nn.Module) -> Iterator[tuple[str, str, Factor, Rank1Rule]]:
+def rank1_factors(model: nn.Module) -> Iterator[tuple[str, str, Factor, Any]]:
     """Every rank-1 factor: its layer's name, "r" or "s", the factor, and the rule that it belongs to."""
     for name, layer in converted_layers(root_of(model)):
-        if isinstance(layer.bayes, Rank1Rule):
-            for which, factor in (("r", layer.bayes.r), ("s", layer.bayes.s)):
-                if factor is not None:
-                    yield name, which, factor, layer.bayes
+        for which, factor in layer.bayes.rank1_factors():
+            yield name, which, factor, layer.bayes
 
 
 def _of_factors(model: nn.Module, measure: Callable[[Factor], Tensor | None]) -> dict[str, dict[str, float]]:

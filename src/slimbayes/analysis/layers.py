@@ -8,19 +8,19 @@ from torch import Tensor, nn
 from slimbayes.core.conversion import ATTRIBUTE, converted_layers, find_record, unwrap
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.posteriors import KTiedPosterior, NormalPosterior, Posterior
-from slimbayes.core.rules.meanfield import SampledRule
 from slimbayes.core.selection import Selection, kept, listing, selected
 
 
-def rule_of(layer: Converted) -> SampledRule:
-    """The rule of a layer that ``spread_layers`` has found."""
-    assert isinstance(layer.bayes, SampledRule)
-    return layer.bayes
+def posterior_of(layer: Converted) -> Posterior:
+    """The posterior of the weight of a layer that ``spread_layers`` has found."""
+    posterior = layer.bayes.weight_posterior()
+    assert posterior is not None
+    return posterior
 
 
 def stddev_of(layer: Converted) -> Tensor:
     """σ of a layer's weight, at its shape, caps included."""
-    posterior = rule_of(layer).weight
+    posterior = posterior_of(layer)
     assert isinstance(posterior, NormalPosterior | KTiedPosterior)
     sigma: Tensor = posterior(layer.weight).scale
     return sigma.detach()
@@ -67,9 +67,7 @@ def spread_layers(
     known = {
         name: layer
         for name, layer in converted_layers(root_of(model))
-        if layer.matrix_weight
-        and isinstance(layer.bayes, SampledRule)
-        and isinstance(layer.bayes.weight, kinds)
+        if layer.matrix_weight and isinstance(layer.bayes.weight_posterior(), kinds)
     }
     if not known:
         methods = "sb.MeanField" + (" or sb.KTied" if KTiedPosterior in kinds else "")
@@ -101,10 +99,10 @@ def tied_names(
     """The names of the selected layers and of those that share a posterior with one, in the model's order."""
     exclude = kept(exclude)
     chosen = spread_layers(model, kinds, include, exclude)
-    posteriors = {rule_of(layer).weight: name for name, layer in chosen.items()}
+    posteriors = {posterior_of(layer): name for name, layer in chosen.items()}
     together: list[str] = []
     for name, layer in spread_layers(model, kinds).items():
-        other = posteriors.get(rule_of(layer).weight)
+        other = posteriors.get(posterior_of(layer))
         if other is None:
             continue
         if name not in chosen and exclude is not None and selected(exclude, name, layer):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slimbayes.analysis.layers import root_of, rule_of, spread_layers, stddev_of, tied_names
+from slimbayes.analysis.layers import posterior_of, root_of, spread_layers, stddev_of, tied_names
 from slimbayes.analysis.spectra import set_stddev
 from slimbayes.core.conversion import converted_layers, unwrap
 from slimbayes.core.posteriors import EPSILON, KTiedPosterior, NormalPosterior
@@ -60,7 +60,7 @@ def prune(
     names = tied_names(model, (NormalPosterior,), include, exclude)
     copied: Any = copy.deepcopy(unwrap(model))
     layers = dict(converted_layers(root_of(copied)))
-    once = {rule_of(layers[name]).weight: name for name in reversed(names)}  # the first name of tied weights
+    once = {posterior_of(layers[name]): name for name in reversed(names)}  # the first name of tied weights
     chosen = [layers[name] for name in names if name in once.values()]
     ratios = [(layer.weight.abs() / stddev_of(layer)).flatten() for layer in chosen]
     if share is not None:
@@ -68,7 +68,7 @@ def prune(
     else:
         gone = [ratio < threshold for ratio in ratios]
     for layer, mask in zip(chosen, gone, strict=True):
-        posterior = rule_of(layer).weight
+        posterior = posterior_of(layer)
         assert isinstance(posterior, NormalPosterior)
         where, sigma = mask.to(layer.weight.device).view(layer.weight.shape), stddev_of(layer)
         set_stddev(posterior, sigma.masked_fill(where, EPSILON), sigma)
@@ -116,7 +116,7 @@ def pruning_curve(
     left, found = [], []
     for share in shares:
         cut = prune(model, share, None, include, exclude)
-        seen = {rule_of(layer).weight: layer for layer in spread_layers(cut, (NormalPosterior,)).values()}
+        seen = {posterior_of(layer): layer for layer in spread_layers(cut, (NormalPosterior,)).values()}
         left.append(sum(int(layer.weight.count_nonzero()) for layer in seen.values()))
         found.append(evaluate(cut, held, **options))
     return PruningCurve(list(shares), left, found)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from slimbayes.analysis.layers import (
     flat_stddev,
+    posterior_of,
     root_of,
-    rule_of,
     spread_layers,
     stddev_of,
     tied_names,
@@ -141,7 +141,7 @@ def truncate(
     done: set[Posterior] = set()
     for name in names:
         layer = layers[name]
-        posterior = rule_of(layer).weight
+        posterior = posterior_of(layer)
         assert isinstance(posterior, NormalPosterior)
         if posterior not in done:
             done.add(posterior)

@@ -7,20 +7,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.core.compiler import constant
-from slimbayes.core.keyed_noise import keyed_noise, layer_key
+from slimbayes.core.keyed_noise import keyed_noise, noise_key
 from slimbayes.core.noise import fresh_noise
 from slimbayes.core.second_runs import Memory, draw_run_again, unseen
 
+Value = TypeVar("Value")
 NOISE_MODES = ("example", "shared", "mean")
-
-# Hashing is plain Python: the compiler takes the key as a constant and guards on the seed.
-_constant_layer_key = constant(layer_key)
 
 
 class RowError(ValueError):
@@ -108,14 +105,16 @@ class Draw:
         """Whether these can be the rows of a layer: those of the draw, once or several times."""
         return rows != 0 and rows % self.rows == 0
 
-    def second_run(self) -> Draw:
-        """The same draw for layers that run again: what was sampled for it is there, and nothing that they find."""
-        return replace(
-            self, cache={}, calls={}, chosen={}, byproducts={}, prefilled=dict(self.prefilled), noises={},
-            rows_seen=None, again=True,
-        )  # fmt: skip
+    def end(self) -> None:
+        """The network has run: nothing is left that keeps what was sampled."""
+        self.cache, self.prefilled, self.noises, self.chosen, self.byproducts = {}, {}, {}, {}, {}
+        self.rows_seen = None
 
-    def once(self, key: str, make: Callable[[], Any]) -> Any:
+    def second_run(self, known: dict[str, Any]) -> Draw:
+        """The same draw for layers that run again, with what was sampled for it before the network ran."""
+        return replace(self, cache={}, chosen={}, byproducts={}, prefilled=known, noises={}, again=True)
+
+    def once(self, key: str, make: Callable[[], Value]) -> Value:
         """What ``make`` gives, the same for all calls in this draw."""
         if self.again:
             assert self.memory is not None
@@ -124,16 +123,20 @@ class Draw:
             if self.memory is not None:
                 self.memory.note(key)
             self.cache[key] = make()
-        return self.cache[key]
+        made: Value = self.cache[key]
+        return made
 
     def derived(self, key: str, make: Callable[[], Tensor]) -> Tensor:
         """The same of what follows from samples, with nothing random of its own."""
         if self.memory is None:
             return self.once(key, make)
-        if key not in self.cache or self.again:
-            with unseen():
-                self.cache[key] = make()
-        made: Tensor = self.cache[key]
+        if key in self.cache:
+            known: Tensor = self.cache[key]
+            return known
+        with unseen():
+            made = make()
+        if not self.again:
+            self.cache[key] = made
         return made
 
     def ahead(self, key: str) -> Any:
@@ -248,14 +251,15 @@ class Frame:
         """Standard noise ``[components, samples, batch or 1, *shape]``; keyed when the draw has a seed."""
         examples = self.batch if per_example else 1
         draw = self.draw
-        given = None if draw is None or per_example else draw.noises.pop(source, None)
+        if draw is not None and not per_example and source in draw.noises:
+            if draw.memory is not None and draw.seed is not None:
+                draw.stream(source)  # its first, of which a second run has to make it
+            return draw.noises.pop(source)
         if draw is None or draw.seed is None:
             size = (self.components, self.samples, examples, *shape)
-            return fresh_noise(kind, size, dtype, device) if given is None else given
+            return fresh_noise(kind, size, dtype, device)
         # Without a seed, too, a layer used again gets noise of its own; what is sampled once is cached.
         stream = draw.stream(source)
-        if given is not None:
-            return given
         if isinstance(draw.seed, Supply):
             size = (self.components, self.samples, examples, *shape)
             return draw.seed.noise(Request(kind, source, stream, size, dtype), device)
@@ -264,21 +268,21 @@ class Frame:
             component_ids = torch.arange(self.components, device=device)
         sample_ids = torch.arange(self.samples, device=device) + draw.first_sample
         example_ids = torch.arange(examples, device=device) + draw.first_example if per_example else None
-        key = _constant_layer_key(draw.seed, source)
+        key = noise_key(draw.seed, source)
         return keyed_noise(kind, key, stream, component_ids, sample_ids, example_ids, shape, dtype, device)
 
     def derived(self, key: str, make: Callable[[], Tensor]) -> Tensor:
         """The same of what follows from samples: there is nothing random in making it."""
         return make() if self.draw is None else self.draw.derived(key, make)
 
-    def once(self, key: str, make: Callable[[], Any]) -> Any:
+    def once(self, key: str, make: Callable[[], Value]) -> Value:
         """Sample ``key`` once per draw: a module used twice, or tied to another, keeps one sample."""
         if self.draw is None:
             return make()
-        known = self.draw.ahead(key)
+        known: Value | None = self.draw.ahead(key)
         return self.draw.once(key, make) if known is None else known
 
-    def ahead(self, key: str) -> Any:
+    def ahead(self, key: str) -> Tensor | None:
         """What was sampled for ``key`` before the network ran, or None."""
         return None if self.draw is None else self.draw.ahead(key)
 
@@ -290,7 +294,7 @@ def choose_components(total: int, count: int, seed: int | Supply | None, device:
     if isinstance(seed, Supply):
         request = Request("uniform", "components", 0, (total,), torch.float32)
         return seed.noise(request, device).argsort()[:count]
-    key = _constant_layer_key(seed, "components")
+    key = noise_key(seed, "components")
     return (
         keyed_noise("uniform", key, 0, None, None, None, (total,), torch.float32, device)
         .flatten()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slimbayes.core.memory import Footprint
 from slimbayes.core.methods.base import Method
+from slimbayes.core.sharded import have_company, is_shared_out
 from slimbayes.core.walk import Layers, Survey, modules, walk
 
 ATTRIBUTE = "_slimbayes"
@@ -121,6 +122,24 @@ def every_module(model: nn.Module) -> list[nn.Module]:
     """Every module of the model, each once."""
     known = _survey(model)
     return modules(model) if known is None else [model, *known.below]
+
+
+def shared_out(model: nn.Module) -> bool:
+    """Whether processes share out the model's parameters: nothing can be read of them before a layer runs."""
+    if not have_company():
+        return False
+    inner = unwrap(model)
+    known = _survey(inner)
+    return is_shared_out(modules(inner)) if known is None else known.shared_out
+
+
+def require_whole(model: nn.Module, verb: str) -> None:
+    """Raise where processes share out the parameters that ``verb`` reads."""
+    if shared_out(model):
+        raise ValueError(
+            f"sb.{verb} reads whole weights, which processes share out among themselves here (fully_shard or "
+            f"parallelize_module): call sb.save on all of them, and sb.load the file into the plain network"
+        )
 
 
 def _survey(model: nn.Module) -> Survey | None:

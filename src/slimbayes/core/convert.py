@@ -26,6 +26,7 @@ from slimbayes.core.selection import (
     make_plan,
     read_rules,
 )
+from slimbayes.core.sharded import gathered, same_noise, wraps
 from slimbayes.sequences.kernels import Several
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -54,9 +55,10 @@ def bayesianize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"bayesianize converts a torch.nn.Module, got {type(model).__name__}")
     _check_unconverted(model)
+    _check_unwrapped(model)
     rules = read_rules(method, include)
     plan = make_plan(model, rules, exclude)
-    with all_or_nothing(model):
+    with all_or_nothing(model), same_noise(list(model.modules())):
         _apply_plan(model, plan, [rule[1] for rule in rules])
     return model
 
@@ -92,6 +94,16 @@ def _check_unconverted(model: nn.Module) -> None:
             )
 
 
+def _check_unwrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if wraps(module):
+            where = f"its module {name!r} is" if name else "it is"
+            raise ValueError(
+                f"this {type(model).__name__} cannot be converted: {where} under fully_shard already, which would not "
+                f"know of the new parameters. Convert first: fully_shard(sb.bayesianize(model, method))"
+            )
+
+
 def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
     used = [methods[i] for i in (*plan.layers.values(), *plan.wholes.values())]
     base = sum(p.numel() for p in model.parameters())
@@ -113,9 +125,11 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
     for name, index in plan.wholes.items():
         method = methods[index]
         assert isinstance(method, DeepEnsemble)
-        ensemble(name or type(model).__name__, modules[name], method.members, method.resetter(model))
+        with gathered(modules[name], shared.gathered):
+            ensemble(name or type(model).__name__, modules[name], method.members, method.resetter(model))
     for name, index in plan.layers.items():
-        _convert_layer(modules[name], name, methods[index], shared)
+        with gathered(modules[name], shared.gathered):
+            _convert_layer(modules[name], name, methods[index], shared)
     _relink_aliases(model, shared)
     for name in plan.dropouts:
         modules[name].__class__ = ACTIVE[type(modules[name])]

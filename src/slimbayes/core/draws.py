@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from slimbayes.core.context import Draw, Supply, choose_components
-from slimbayes.core.conversion import Record, converted_layers, find_record, unwrap
+from slimbayes.core.conversion import Record, converted_layers, every_module, find_record, shared_out, unwrap
 from slimbayes.core.facts import facts_for, leave_all, leave_facts, remembers
 from slimbayes.core.passes import Place, one_pass, places, stack
 from slimbayes.core.paths import ASKED, first
@@ -22,6 +22,7 @@ from slimbayes.core.probes import verify_unsplit
 from slimbayes.core.row_mixing import in_passes
 from slimbayes.core.rows import FlatInputs, flatten_inputs, may_be_split, run, unfold
 from slimbayes.core.second_runs import Memory
+from slimbayes.core.sharded import agreed, same_noise
 
 
 def draw(
@@ -182,6 +183,8 @@ def draw_flat(model: nn.Module, flat: FlatInputs, plan: Plan, course: Any = None
     output = _pass(model, flat, now, draws, course)
     if shared:
         verify_unsplit(model, record, flat, now, shared)
+    if course is not None:
+        course.ran(flat, now)
     return leave_facts(unfold(output, draws, flat.batch), record, now)
 
 
@@ -190,10 +193,9 @@ def _pass(model: nn.Module, flat: FlatInputs, now: Draw, repeats: int, course: A
     args, kwargs = flat.tile(repeats)
     now.memory = Memory(now.seed is not None) if remembers() else None
     prepare(model, now, course)
-    output = run(model, args, kwargs, flat, now)
-    if course is not None:
-        course.ran(flat, now)
-    return output
+    shared = shared_out(model)
+    with same_noise(every_module(unwrap(model)), by_data=True) if shared else contextlib.nullcontext():
+        return run(model, args, kwargs, flat, now)
 
 
 def _passes(
@@ -239,6 +241,8 @@ def prepare(model: nn.Module, now: Draw, course: Any) -> None:
     """Sample ahead of the network what is sampled sooner for many layers at once."""
     if course is not None and course.prepared(now):
         return
+    if shared_out(model):
+        return  # every layer samples when it runs, and has its tensors whole
     layers = [(layer.bayes, layer) for _, layer in converted_layers(model)]
     for ask in ASKED.prepare:
         ask(model, layers, now, course)
@@ -251,7 +255,8 @@ def _active_components(
     if step == record.components:
         return step, None
     device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-    return step, choose_components(record.components, step, seed, device)
+    ids = choose_components(record.components, step, seed, device)
+    return step, agreed(ids, every_module(model)) if shared_out(model) else ids
 
 
 def _component_count(model: nn.Module, record: Record) -> int:

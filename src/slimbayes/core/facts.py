@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,32 +66,33 @@ TRACE = Trace()
 
 
 class Marker(torch.autograd.Function):
-    """An identity at the outputs of a draw: from them it leads to the facts, and backwards into the draw.
+    """An identity at an output of a draw: from it the output leads to the facts, and a backward pass into the draw.
 
-    It is the first of the draw's nodes that a backward pass enters. What was sampled before the network ran is kept
-    with it for a second run, and freed with it. ``inputs``: the outputs, and then tensors whose nodes are to be
-    visited, too, which get no gradient from here.
+    What was sampled before the network ran is kept with the first of a draw's markers for a second run, and freed with
+    it. An output has a marker of its own, for a backward pass frees all that it may come to. ``others``: tensors whose
+    nodes are to be visited, too, with gradients of zero, to which a hook adds.
     """
 
     @staticmethod
-    def forward(ctx: Any, facts: Facts, again: Draw, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.facts, ctx.again = facts, again
-        ctx.names = [name for name, value in again.prefilled.items() if isinstance(value, Tensor)]
-        ctx.save_for_backward(*[again.prefilled.pop(name) for name in ctx.names])
-        ctx.others = [(given.shape, given.dtype, given.device) for given in inputs[count:]]
+    def forward(ctx: Any, facts: Facts, draw: Draw, first: Any, output: Tensor, *others: Tensor) -> Tensor:
+        ctx.facts, ctx.draw, ctx.first = facts, draw, first
         ctx.set_materialize_grads(False)
-        return tuple([output.detach() for output in inputs[:count]])
+        if first is None and draw.prefilled:
+            ctx.save_for_backward(*[one for one in draw.prefilled.values() if isinstance(one, Tensor)])
+        ctx.others = [(given.shape, given.dtype, given.device) for given in others]
+        return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        keeper = ctx if ctx.first is None else ctx.first
         try:
-            known = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+            second_runs.enter(ctx.draw, keeper.saved_tensors)
         except RuntimeError:  # freed by an earlier backward pass: a layer that is run again will say so
-            known = {}
-        second_runs.enter(replace(ctx.again, prefilled={**ctx.again.prefilled, **known}))
-        # Zeros, for a hook adds to them: it may not put a gradient where there is none.
+            second_runs.enter(ctx.draw, ())
+        if not ctx.others:
+            return None, None, None, grad
         others = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others]
-        return None, None, None, *grads, *others
+        return None, None, None, grad, *others
 
 
 def remembers() -> bool:
@@ -146,26 +147,23 @@ def leave_all(output: Any, facts: Facts) -> Any:
 def _marked(leaves: list[Any], facts: Facts, now: Draw, log_probs: list[Tensor]) -> list[Any]:
     assert now.memory is not None
     by_hand = now.memory.end(now.prefilled)
-    linked = any([value.requires_grad for value in log_probs])
-    places = [
-        i
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and (leaf.requires_grad or (linked and leaf.is_floating_point()))
-    ]
-    if not places:
-        return leaves
-    marked = Marker.apply(
-        facts, now.second_run(), len(places), *[leaves[i] for i in places], *log_probs, *by_hand
-    )  # type: ignore[no-untyped-call]
-    for i, leaf in zip(places, marked, strict=True):
-        leaves[i] = leaf
+    # Where nothing but the mixing is learned, its score has to find the way, too.
+    learned = any([value.requires_grad for value in log_probs])
+    first = None
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not (leaf.requires_grad or (learned and leaf.is_floating_point())):
+            continue
+        link = [] if leaf.requires_grad else [torch.zeros((), requires_grad=True)]
+        leaves[i] = Marker.apply(facts, now, first, leaf, *link, *by_hand)  # type: ignore[no-untyped-call]
+        first = leaves[i].grad_fn if first is None else first
+    now.end()
     return leaves
 
 
 def facts_of(scored: Any, record: object) -> list[Facts]:
     """The facts of this model's draws to which these tensors lead, each draw once, as they follow each other."""
     found: list[Facts] = []
-    for tensor in pytree.tree_leaves(scored):
+    for tensor in [scored] if type(scored) is Tensor else pytree.tree_leaves(scored):
         if isinstance(tensor, Tensor):
             for facts in _found(tensor):
                 if facts.of(record) and not any([facts is known for known in found]):
@@ -189,7 +187,8 @@ def _found(tensor: Tensor) -> list[Facts]:
 
 def _markers(node: Any) -> Iterator[Facts]:
     """The facts of the nearest markers, in the order of the operations' arguments."""
-    waiting, seen = [] if node is None else [node], set()
+    waiting = [] if node is None else [node]
+    seen: set[Any] = set()
     while waiting and len(seen) < _FARTHEST:
         node = waiting.pop()
         if node in seen:

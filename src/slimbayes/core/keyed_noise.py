@@ -21,6 +21,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slimbayes.core.compiler import constant
+from slimbayes.core.custom_operation import operation
+
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 Key = tuple[int, int] | tuple[Tensor, Tensor]
 
@@ -80,7 +83,7 @@ def layer_key(seed: int, name: str) -> tuple[int, int]:
     """Philox key of a layer: 64 bits of BLAKE2b (RFC 7693) of the seed and the layer's name, as two words.
 
     Any Python integer is a seed, negative and large ones too. Some two of n layers share a key with
-    probability about n²/2⁶⁵. torch.compile does not trace hashlib: make the key outside the compiled part.
+    probability about n²/2⁶⁵. torch.compile does not trace hashlib: there ``noise_key`` is the way.
 
     >>> layer_key(0, "encoder.0") == layer_key(0, "encoder.0")
     True
@@ -93,9 +96,40 @@ def layer_key(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
+# In compiled code: a number that does not fit a graph's integers is a constant of it.
+_constant_key = constant(layer_key)
+
+
+@operation("layer_key", "(SymInt seed, str name) -> Tensor")
+def _key_words(seed: int, name: str) -> Tensor:
+    """``layer_key`` as a node of a graph, [2]: the seed is an input, so that another one compiles nothing anew."""
+    return torch.tensor(layer_key(seed, name), device="cpu")
+
+
+@_key_words.register_fake
+def _(seed: int, name: str) -> Tensor:
+    return torch.empty(2, dtype=torch.int64, device="cpu")
+
+
+def noise_key(seed: int, name: str) -> Key:
+    """The layer's key for ``keyed_noise``: two integers, or in compiled code two tensors without axes.
+
+    >>> noise_key(0, "encoder.0") == layer_key(0, "encoder.0")
+    True
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return layer_key(seed, name)
+    if not -(1 << 63) <= seed < 1 << 63:
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        return _constant_key(int(guard_scalar(seed)), name)
+    first, second = _key_words(seed, name).unbind()
+    return first, second
+
+
 def keyed_noise(
     kind: str,
-    key: tuple[int, int],
+    key: Key,
     stream: int,
     components: Tensor | None,
     samples: Tensor | None,
@@ -125,7 +159,7 @@ def keyed_noise(
 
     Args:
         kind: one of the names above.
-        key: the layer's, from ``layer_key``.
+        key: the layer's, from ``noise_key`` or ``layer_key``.
         stream: in [0, 2¹⁶), to tell apart several noises of one layer.
         components: absolute ids of the components, 1-D int64, in [0, 2¹⁶); None is the one id 0.
         samples: absolute ids of the samples, likewise, in [0, 2³²).
@@ -257,7 +291,7 @@ def _ids(name: str, ids: Tensor | None, device: torch.device) -> Tensor:
     return ids.to(device)
 
 
-def _fill(out: Tensor, kind: str, ids: Words, key: tuple[int, int], piece: int) -> None:
+def _fill(out: Tensor, kind: str, ids: Words, key: Key, piece: int) -> None:
     """Write the noise into ``out`` [C, S, E, numel], halving the longest axis down to small pieces."""
     lengths = [i.shape[0] for i in ids]
     if math.prod(lengths) <= piece:
@@ -272,7 +306,7 @@ def _fill(out: Tensor, kind: str, ids: Words, key: tuple[int, int], piece: int) 
         _fill(part, kind, (c, s, e, b), key, piece)
 
 
-def _values(kind: str, ids: Words, key: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def _values(kind: str, ids: Words, key: Key, dtype: torch.dtype) -> Tensor:
     """Noise of whole blocks, [C, S, E, 4B]."""
     components, samples, examples, blocks = ids
     # Broadcasting keeps the first two rounds small: no word spans both examples and blocks before their end.

@@ -6,24 +6,25 @@ import math
 import numbers
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.core import distributions as d
-from slimbayes.core.conversion import Record, converted_layers, find_record, unwrap
+from slimbayes.core.conversion import Record, converted_layers, every_module, find_record, shared_out, unwrap
 from slimbayes.core.facts import Facts, facts_of, sums_of_trace
 from slimbayes.core.kl import mixture_kl, total_kl
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.likelihoods import Categorical, Likelihood, check_likelihood
 from slimbayes.core.options import check_least, is_count, is_number
 from slimbayes.core.paths import ASKED
-from slimbayes.core.rules.base import KLTerm
-from slimbayes.core.rules.patching import Mixing
-from slimbayes.core.rules.rank1 import Rank1Rule
+from slimbayes.core.priors import Prior
+from slimbayes.core.rules.base import KLTerm, stored
+from slimbayes.core.sharded import on_whole, same_noise
 
 _NORM = re.compile(r"Norm(\dd)?$")  # torch's, and as other libraries name theirs: LlamaRMSNorm, LayerNorm2d
 
@@ -53,9 +54,12 @@ def _whole_kl(model: nn.Module, record: Record, byproducts: list[Any]) -> Tensor
 
 def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any]) -> Tensor:
     parts: list[Tensor] = []
-    joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
     seen: set[str] = set()
     layers = [layer for _, layer in converted_layers(model)]
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if shared_out(model):
+        with same_noise(every_module(unwrap(model))):
+            return _by_layer(model, layers, record, torch.zeros((), device=like.device, dtype=dtype))
     for known in byproducts:  # what draws have of the KL of what they sampled
         if seen.isdisjoint(known.names) and known.valid(layers):
             parts.append(known.kl())
@@ -65,7 +69,20 @@ def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any]) -
         for value, names in ask(pairs, seen):
             parts.append(value)
             seen.update(names)
-    for name, q, p, reduction in _terms(model, layers, record, seen):
+    parts += _term_parts(_terms(model, layers, record, seen), seen)
+    if len(parts) == 1 and parts[0].dtype == dtype:
+        return parts[0]
+    total = torch.zeros((), device=like.device, dtype=dtype)
+    for part in parts:
+        total = total + part
+    return total
+
+
+def _term_parts(terms: Iterable[KLTerm], seen: set[str]) -> list[Tensor]:
+    """The KL of these terms but for those ``seen``, as far as it is one operation."""
+    parts: list[Tensor] = []
+    joint: dict[int, list[tuple[d.Spread, d.Spread]]] = defaultdict(list)
+    for name, q, p, reduction in terms:
         if name in seen:
             continue
         seen.add(name)
@@ -75,14 +92,35 @@ def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any]) -
             parts.append(total_kl(q, p) / q.loc.shape[0])
         else:
             parts.append(total_kl(q, p))
-    for terms in joint.values():
-        parts.append(mixture_kl(terms))
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    if len(parts) == 1 and parts[0].dtype == dtype:
-        return parts[0]
-    total = torch.zeros((), device=like.device, dtype=dtype)
-    for part in parts:
-        total = total + part
+    parts += [mixture_kl(pairs) for pairs in joint.values()]
+    return parts
+
+
+def _by_layer(model: nn.Module, layers: list[Converted], record: Record, total: Tensor) -> Tensor:
+    """The same where processes share out the parameters: one layer's are gathered after the other's."""
+    seen: set[str] = set()
+
+    def term_sum(terms: Iterable[KLTerm]) -> Tensor:
+        return torch.stack([torch.zeros_like(total), *[p.to(total) for p in _term_parts(terms, seen)]]).sum()
+
+    # A joint mixture couples the factors of all its layers.
+    coupled = [layer for layer in layers if getattr(layer.bayes, "reduction", "") == "monte_carlo"]
+    alone = [[layer] for layer in layers if layer not in coupled]
+    for together in [coupled, *alone] if coupled else alone:
+        stores = [stored(layer, "weight")[0] for layer in together]
+        stores += [module._parameters for layer in together for module in layer.bayes.modules()]
+
+        def of_layers(together: list[Converted] = together) -> Tensor:
+            return term_sum(term for layer in together for term in layer.bayes.kl_terms(layer))
+
+        total = total + on_whole(stores, of_layers)
+    for name, parameter, prior in _shared_priors(model, layers, record):
+
+        def of_parameter(own: dict[str, Tensor], name: str = name, prior: Prior = prior) -> Tensor:
+            return term_sum([_shared_term(name, own["parameter"], prior)])
+
+        own = {"parameter": parameter}
+        total = total + on_whole([own], partial(of_parameter, own))
     return total
 
 
@@ -103,6 +141,18 @@ def _terms(model: nn.Module, layers: list[Converted], record: Record, done: set[
         rule = layer.bayes
         if not rule.covered(done):
             yield from rule.kl_terms(layer)
+    for name, parameter, prior in _shared_priors(model, layers, record):
+        yield _shared_term(name, parameter, prior)
+
+
+def _shared_term(name: str, parameter: Tensor, prior: Prior) -> KLTerm:
+    return f"shared.{name}", d.Delta(parameter), prior.distribution(parameter), "sum"
+
+
+def _shared_priors(
+    model: nn.Module, layers: list[Converted], record: Record
+) -> Iterator[tuple[str, Tensor, Prior]]:
+    """The parameters that no rule converted and that have a prior all the same."""
     shared = [
         method.traits.shared_prior for method in record.methods if method.traits.shared_prior is not None
     ]
@@ -112,7 +162,7 @@ def _terms(model: nn.Module, layers: list[Converted], record: Record, done: set[
     rest = [(n, p) for n, p in unwrap(model).named_parameters() if id(p) not in converted and _trains(p)]
     for prior in shared:
         for name, parameter in rest:
-            yield f"shared.{name}", d.Delta(parameter), prior.distribution(parameter), "sum"
+            yield name, parameter, prior
 
 
 def _trains(parameter: Tensor) -> bool:
@@ -239,7 +289,8 @@ def _log_prob(model: nn.Module, record: Record, facts: list[Facts], named: bool)
             + (
                 "pass in of= what sb.draw(model, ...) returned for this model, made with gradients"
                 if named
-                else "name it, sb.elbo(..., of=outputs) with the outputs of sb.draw, made with gradients; where "
+                else "name it, sb.elbo(..., of=outputs) with the outputs of sb.draw, made with gradients (in compiled "
+                "code: the very tensors, of the latest draw, or of any in a function compiled by sb.compile); where "
                 "nothing is trained, call elbo under torch.no_grad()"
             )
         )
@@ -255,8 +306,8 @@ def _log_prob(model: nn.Module, record: Record, facts: list[Facts], named: bool)
 def _learns_mixing(model: nn.Module, record: Record) -> bool:
     if not any([getattr(method, "learn_mixing", False) for method in record.methods]):
         return False
-    laws = [module.logits for module in unwrap(model).modules() if isinstance(module, Mixing)]
-    return any([logits is not None and _trains(logits) for logits in laws])
+    laws = [layer.bayes.mixing_law() for _, layer in converted_layers(model)]
+    return any([law is not None and law.logits is not None and _trains(law.logits) for law in laws])
 
 
 def _mixing_score(record: Record, log_prob: Tensor, nll: Tensor, per_draw: Tensor | None) -> Tensor:
@@ -369,9 +420,8 @@ def parameter_groups(
     factors: set[int] = set()
     plain: set[int] = set()
     for _, layer in converted_layers(model):
-        own = {id(p) for p in layer.bayes.parameters()}
-        (factors if isinstance(layer.bayes, Rank1Rule) else plain).update(own)
-        plain.update(id(mean) for mean in layer.bayes.means(layer))
+        factors.update(id(p) for _, factor in layer.bayes.rank1_factors() for p in factor.parameters())
+        plain.update(id(p) for p in (*layer.bayes.parameters(), *layer.bayes.means(layer)))
     if not isinstance(decay_norms, bool):
         raise ValueError(f"decay_norms must be True or False, got {decay_norms!r}")
     if not decay_norms:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slimbayes.core.chunks import Pieces, attempt
 from slimbayes.core.context import Draw
-from slimbayes.core.conversion import Record, find_record, unwrap
+from slimbayes.core.conversion import Record, every_module, find_record, shared_out, unwrap
 from slimbayes.core.draws import draw_flat
 from slimbayes.core.likelihoods import Categorical, Likelihood, check_likelihood
 from slimbayes.core.memory import Footprint, budget, device_of, footprint, small
@@ -24,6 +24,7 @@ from slimbayes.core.predictive import CategoricalPredictive, Predictive
 from slimbayes.core.probes import evaluating, kept
 from slimbayes.core.row_mixing import in_passes
 from slimbayes.core.rows import FlatInputs, flatten_inputs, signature
+from slimbayes.core.sharded import agreed
 
 _LOOKED: dict[torch.device, tuple[float, float | None]] = {}  # when, and what there was
 _RECENT = 1.0  # seconds
@@ -119,7 +120,8 @@ def _predict(model: nn.Module, flat: FlatInputs, plan: Plan, scoring: Scoring, c
                 return _scored_whole(draws, scoring)
         if plan.seed is None:
             # One function per draw must stay one function in every chunk: chunks are keyed by a random seed.
-            plan = replace(plan, seed=int(torch.randint(2**62, ())))
+            shared = every_module(inner) if shared_out(inner) else ()
+            plan = replace(plan, seed=int(agreed(torch.randint(2**62, ()), shared)))
         pieces = Pieces(run, flat, samples, record.components, likelihood, scoring.keep_draws, whole)
         return pieces.all(*fold)
 
@@ -153,6 +155,8 @@ def _fitting(model: nn.Module, record: Record, flat: FlatInputs, plan: Plan) -> 
     samples, whole = plan.samples, (flat.batch, plan.samples)
     if small(record.components * samples * flat.batch, record.components) or torch.compiler.is_compiling():
         return whole
+    if shared_out(model):
+        return whole  # processes run as many passes as each other, whatever memory each has
     device = device_of(flat.leaves, model)
     available = _lately(device)
     if available is None:

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slimbayes.core.context import Draw
 
+Value = TypeVar("Value")
 _task_id = torch._C._current_graph_task_id
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
@@ -35,7 +36,7 @@ class Memory:
         self.remade = 0  # samples made again
         self.generators: dict[str, list[Tensor]] = {}  # their states when a sample was made, by its name
         self.streams: dict[str, dict[int, int]] = {}  # of keyed noise: source, place of the generator, stream
-        self.early: set[str] = set()  # names of what was sampled before the network ran
+        self.early: dict[str, Any] = {}  # what was sampled before the network ran, but for tensors (None)
         self.by_hand: set[str] = set()  # those that were used with gradients turned off
         self.returns: dict[str, tuple[Returned, int]] = {}  # where their gradients go, and of which output
 
@@ -43,7 +44,7 @@ class Memory:
         """A sample is about to be made: from here it can be made again."""
         self.generators[name] = _generators()
 
-    def make_again(self, name: str, make: Callable[[], Any]) -> Any:
+    def make_again(self, name: str, make: Callable[[], Value]) -> Value:
         """The sample in a second run of a layer.
 
         Where the layer made it in its first run, too, the same operations make it. Where it was found then, made by an
@@ -62,7 +63,7 @@ class Memory:
         finally:
             _set_generators(now)
 
-    def _make_anew(self, name: str, make: Callable[[], Any], now: Tensor) -> Any:
+    def _make_anew(self, name: str, make: Callable[[], Value], now: Tensor) -> Value:
         """What the first run went without, with gradients turned off: computed from known samples, or an error."""
         before = self.remade
         value = make()
@@ -113,7 +114,9 @@ class Memory:
         """The network has run: the samples to which gradients come by hand, whose nodes have to be visited for them."""
         self.last = _next_node()
         self._put_back()
-        self.early = set(prefilled)
+        self.early = {name: None if isinstance(value, Tensor) else value for name, value in prefilled.items()}
+        if not self.by_hand:
+            return []
         found: dict[Any, Returned] = {}
         values = {name: prefilled[name] for name in self.by_hand if isinstance(prefilled[name], Tensor)}
         wanted = {name: value for name, value in values.items() if value.grad_fn is not None}
@@ -121,7 +124,7 @@ class Memory:
             node = value.grad_fn
             if node not in found:
                 found[node] = Returned()
-                node.register_prehook(found[node])  # type: ignore[union-attr]
+                node.register_prehook(found[node])
             self.returns[name] = found[node], value.output_nr
         return list(wanted.values())
 
@@ -134,6 +137,12 @@ class Memory:
         for _ in range(self.places):
             _place()
         torch.set_rng_state(self.start if torch.equal(torch.get_rng_state(), now) else now)
+
+    def known(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """What was sampled before the network ran, with the tensors that the graph has kept."""
+        names = [name for name, value in self.early.items() if value is None]
+        found = dict(zip(names, tensors, strict=True)) if tensors else {}
+        return {name: value for name, value in self.early.items() if value is not None} | found
 
     def check_returned(self) -> None:
         """Raise if gradients were left behind."""
@@ -164,26 +173,36 @@ class Returned:
 
 
 class Pass:
-    """A backward pass and the draws that it has come to, ready to be run again."""
+    """A backward pass, and the draws that it has come to with the samples that their graphs have kept."""
 
-    def __init__(self) -> None:
-        self.draws: list[Draw] = []
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self.entered: list[tuple[Memory, Draw, Sequence[Tensor]]] = []
+        self.again: dict[int, Draw] = {}  # second runs, by place
 
     def end(self) -> None:
         """The pass is over."""
-        for draw in self.draws:
-            assert draw.memory is not None
-            draw.memory.check_returned()
+        _PASSES.pop(self.task, None)
+        for memory, _, _ in self.entered:
+            memory.check_returned()
 
     def find(self, node: int) -> Draw | None:
-        """The innermost draw in which this node was made."""
-        found = [draw for draw in self.draws if _made(draw, node)]
-        if len({_memory(draw).thread for draw in found}) > 1:
+        """The second run of the innermost draw in which this node was made."""
+        found = [
+            (memory, i) for i, (memory, _, _) in enumerate(self.entered) if memory.first <= node < memory.last
+        ]
+        if not found:
+            return None
+        if len({memory.thread for memory, _ in found}) > 1:
             raise RuntimeError(
                 "this backward pass covers draws that were made in several threads, and activation checkpointing runs "
                 "a layer again that may belong to any of them: call backward() for each draw"
             )
-        return max(found, key=lambda draw: _memory(draw).first, default=None)
+        memory, place = max(found, key=lambda one: one[0].first)
+        if place not in self.again:
+            _, draw, tensors = self.entered[place]
+            self.again[place] = draw.second_run(memory.known(tensors))
+        return self.again[place]
 
 
 class _Here(threading.local):
@@ -193,18 +212,26 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
-# By number; each is kept by the backward pass itself, and goes with it, however it ends.
-_PASSES: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+# By number; each is kept by the backward pass itself, and goes with it, also where that fails.
+_PASSES: dict[int, weakref.ref[Pass]] = {}
 
 
-def enter(draw: Draw) -> None:
-    """The backward pass that runs in this thread has come to the outputs of this draw."""
-    task = _task_id()
-    known = _PASSES.get(task)
+def enter(draw: Draw, tensors: Sequence[Tensor]) -> None:
+    """The backward pass in this thread has come to the outputs of this draw, whose graph has kept these samples."""
+    task, memory = _task_id(), draw.memory
+    assert memory is not None
+    known = _pass_of(task)
     if known is None:
-        known = _PASSES[task] = Pass()
-        torch.autograd.Variable._execution_engine.queue_callback(known.end)  # type: ignore[attr-defined]
-    known.draws.append(draw)
+        known = Pass(task)
+        _PASSES[task] = weakref.ref(known)
+        torch.autograd.Variable._execution_engine.queue_callback(known.end)
+    if all([one is not memory for one, _, _ in known.entered]):
+        known.entered.append((memory, draw, tensors))
+
+
+def _pass_of(task: int) -> Pass | None:
+    found = _PASSES.get(task)
+    return None if found is None else found()
 
 
 def draw_run_again() -> Draw | None:
@@ -212,23 +239,13 @@ def draw_run_again() -> Draw | None:
     task = _task_id()
     if task == -1:
         return None
-    known, node = _PASSES.get(task), torch._C._current_autograd_node()
+    known, node = _pass_of(task), torch._C._current_autograd_node()
     draw = None if known is None or node is None else known.find(node._sequence_nr())
     if draw is not None:
         _HERE.task, _HERE.draw = task, weakref.ref(draw)
         return draw
     # Reentrant checkpointing has a backward pass of its own inside the draw's, with nodes of its own.
-    outer = _HERE.draw is not None and _HERE.task != task
-    return _HERE.draw() if outer else None  # type: ignore[misc]
-
-
-def _memory(draw: Draw) -> Memory:
-    assert draw.memory is not None
-    return draw.memory
-
-
-def _made(draw: Draw, node: int) -> bool:
-    return _memory(draw).first <= node < _memory(draw).last
+    return None if _HERE.draw is None or _HERE.task == task else _HERE.draw()
 
 
 def unseen() -> AbstractContextManager[Any]:

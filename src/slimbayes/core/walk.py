@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from slimbayes.core.layers.base import Converted
+from slimbayes.core.sharded import is_shared_out
 from slimbayes.sequences.kernels import Several
 
 Layers = list[tuple[str, Converted]]
@@ -29,6 +30,9 @@ class Survey:
         self.kinds = [type(module) for module in self.below]
         self.children = [dict(module._modules) for module in self.below]
         self.root = type(model), dict(model._modules)
+        self.shared_out = is_shared_out(
+            [model, *self.below]
+        )  # fully_shard changes types, and so asks for another look
         self.layers = [(name, None if layer is model else layer) for name, layer in walk(model)]
 
     def holds(self, model: nn.Module) -> bool:

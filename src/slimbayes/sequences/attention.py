@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,17 @@ from slimbayes.sequences.scores import additive, attend_by_weights, join_masks
 
 _PARTS = ("q", "k", "v")
 Three = tuple[Tensor, Tensor, Tensor]
+
+
+class _Share:
+    """A kernel with its part of the bias that three have in common."""
+
+    def __init__(self, kernel: Kernel, bias: Tensor) -> None:
+        self.kernel = kernel
+        self.bias = bias
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
 
 
 class BayesMultiheadAttention(Several, nn.MultiheadAttention):
@@ -157,7 +169,7 @@ class BayesMultiheadAttention(Several, nn.MultiheadAttention):
         if (
             mask.dim() not in (2, 3)
             or tuple(mask.shape[-2:]) != size
-            or (mask.dim() == 3 and len(mask) % self.num_heads)
+            or (mask.dim() == 3 and mask.shape[0] % self.num_heads)
         ):
             raise RowError(
                 f"{self._me()}: attn_mask must be {list(size)} or [batch·{self.num_heads}, {size[0]}, {size[1]}], got "
@@ -167,7 +179,7 @@ class BayesMultiheadAttention(Several, nn.MultiheadAttention):
         if mask.dim() == 2:
             return mask[None, None]
         mask = mask.unflatten(0, (-1, self.num_heads))
-        return repeat_rows(mask, self._times("attn_mask", len(mask), frame))
+        return repeat_rows(mask, self._times("attn_mask", mask.shape[0], frame))
 
     def _padding_mask(
         self, mask: Tensor | None, dtype: torch.dtype, keys: int, single: bool, frame: Frame
@@ -179,13 +191,13 @@ class BayesMultiheadAttention(Several, nn.MultiheadAttention):
             wanted = f"[{keys}]" if single else f"[batch, {keys}]"
             raise ValueError(f"{self._me()}: key_padding_mask must be {wanted}, got {list(mask.shape)}")
         mask = additive(mask, "key_padding_mask", dtype).view(-1, 1, 1, keys)
-        return repeat_rows(mask, self._times("key_padding_mask", len(mask), frame))
+        return repeat_rows(mask, self._times("key_padding_mask", mask.shape[0], frame))
 
     def _projected(self, sources: Three, maps: dict[str, Mapped], frame: Frame) -> Three:
         """Queries, keys and values [R, T, E], by as few products as there are inputs."""
         size, (q, k, v) = self.embed_dim, sources
         q_times, k_times, v_times = (
-            self._times(what, len(x), frame)
+            self._times(what, x.shape[0], frame)
             for what, x in zip(("query", "key", "value"), sources, strict=True)
         )
         if not self._packed():
@@ -209,6 +221,10 @@ class BayesMultiheadAttention(Several, nn.MultiheadAttention):
         if self.in_proj_bias is None:
             return one
         own = slice(place * size, (place + 1) * size)
+        if one.whole is not None:
+            kernel: Any = _Share(self.kernels[place], self.in_proj_bias[own])
+            run = one.whole
+            return replace(one, whole=lambda x: run(x, kernel))
         bias = None if first.bias is None else first.bias[:, own]
         if place and one.bias is not None:
             groups = max(len(one.bias), 1 if bias is None else len(bias))
@@ -222,8 +238,8 @@ class BayesMultiheadAttention(Several, nn.MultiheadAttention):
         """With the key and value that the layer has learned, and those of zeros."""
         q, k, v = three
         if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.expand(len(k), -1, -1)], 1)
-            v = torch.cat([v, self.bias_v.expand(len(v), -1, -1)], 1)
+            k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], 1)
+            v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1)], 1)
         if self.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         return q, k, v

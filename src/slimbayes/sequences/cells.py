@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from slimbayes.core.context import Frame
 from slimbayes.core.rules.kernel_map import Mapped
 from slimbayes.sequences.kernels import KernelNames, Several, on_its_way, repeat_axis
-from slimbayes.sequences.steps import State, cell
+
+if TYPE_CHECKING:
+    from slimbayes.sequences.steps import State
 
 _VF: Any = torch._VF
 _RUN = {
@@ -68,6 +70,8 @@ class _Cell(Several):
         if ih.before is not None:
             x = ih.before(x)
         if not (_alone(ih) and _alone(hh) and (ih.bias is None) == (hh.bias is None)):
+            from slimbayes.sequences.steps import cell
+
             return cell(mode, x, state, ih, hh)
         tensors = [None if t is None else t.squeeze(0) for t in (ih.weight, hh.weight, ih.bias, hh.bias)]
         made = _RUN[mode](x, state if mode == "LSTM" else state[0], *tensors)

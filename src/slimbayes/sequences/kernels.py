@@ -12,11 +12,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from slimbayes.core import context
 from slimbayes.core.context import Frame, RowError, row_message
 from slimbayes.core.layers.base import Converted, Loading
+from slimbayes.core.layers.linear import batched_product
 from slimbayes.core.rules.base import Inputs, Rule, Slot
 from slimbayes.core.rules.kernel_map import Mapped
 
@@ -94,12 +96,13 @@ class Kernel(Converted):
         return v, u
 
     def compute(self, inputs: Inputs, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Its layer runs it."""
-        raise TypeError(f"kernel {self.key!r} runs within its layer {self.layer!r}")
+        """A matrix product; its layer does the rest."""
+        assert weight is not None
+        return F.linear(inputs[0], weight, bias)
 
     def grouped(self, inputs: Inputs, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Its layer runs it."""
-        raise TypeError(f"kernel {self.key!r} runs within its layer {self.layer!r}")
+        """One batched product."""
+        return batched_product(inputs[0], weight.transpose(1, 2), bias)
 
 
 class Several(Loading, ABC):

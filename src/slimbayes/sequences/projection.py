@@ -19,6 +19,8 @@ def project(one: Mapped, x: Tensor, draws: int = 1) -> Tensor:
         x, draws = repeat_rows(x, draws), 1
     if one.before is not None:
         x = one.before(x)
+    if one.whole is not None:
+        return one.whole(x)
     groups = one.groups
     if one.by_group and groups == 1:
         y = F.linear(x, one.weight.squeeze(0), None if one.bias is None else one.bias.squeeze(0))
@@ -49,7 +51,9 @@ def rows_of(one: Mapped, start: int, stop: int) -> Mapped:
     def part(value: Tensor | None) -> Tensor | None:
         return None if value is None else value[..., start:stop]
 
-    flips, local = one.flips, one.local
+    flips, local, whole = one.flips, one.local, one.whole
+    if whole is not None:
+        return replace(one, whole=lambda x: whole(x)[..., start:stop])
     if flips is not None:
         flips = replace(flips, delta=flips.delta[:, start:stop], outer=flips.outer[:, start:stop])
     if local is not None:

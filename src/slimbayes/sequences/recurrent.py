@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from slimbayes.core.paths import ASKED, first
 from slimbayes.core.rules.dropout import dropped
 from slimbayes.core.rules.kernel_map import Mapped, expand_groups
 from slimbayes.sequences.kernels import KernelNames, Several, on_its_way, repeat_axis
-from slimbayes.sequences.steps import State, unroll
+
+if TYPE_CHECKING:
+    from slimbayes.sequences.steps import State
 
 _VF: Any = torch._VF
 _RUN = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
@@ -216,6 +218,8 @@ class _Recurrent(Several):
     def _by_layer(
         self, x: Tensor, states: State, maps: Maps, frame: Frame, lengths: Tensor | None
     ) -> tuple[Tensor, State]:
+        from slimbayes.sequences.steps import unroll
+
         mask = None
         if lengths is not None:
             steps = torch.arange(x.shape[0], device=x.device).unsqueeze(1)

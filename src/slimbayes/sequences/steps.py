@@ -63,8 +63,8 @@ def unroll(
         made: tuple[Tensor, State] | None = first(ASKED.unrolled, mode, x, state, ih, hh, mask, reverse)
         if made is not None:
             return made
-    if len(state[0]) != x.shape[1]:
-        x = torch.cat([x] * (len(state[0]) // x.shape[1]), 1)
+    if state[0].shape[0] != x.shape[1]:
+        x = torch.cat([x] * (state[0].shape[0] // x.shape[1]), 1)
     inputs = ih(x)
     offset = None if mode == "GRU" else hh.offset(x.shape[1])
     if offset is not None:

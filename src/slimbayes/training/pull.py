@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.analysis import rank1_factors
 from slimbayes.core import distributions as d
-from slimbayes.core.rules.rank1 import Factor, Rank1Rule
+from slimbayes.core.rules.rank1 import Factor
 from slimbayes.training.settings import Training, whole_number
 
 _HALVINGS = 40
@@ -77,7 +78,7 @@ def _times(training: Training, num_data: int, per_epoch: int) -> list[float]:
     return times
 
 
-def _moved(factor: Factor, rule: Rank1Rule, time: float) -> Tensor:
+def _moved(factor: Factor, rule: Any, time: float) -> Tensor:
     """A factor's locations [K, d] when the KL has drawn on them for so long."""
     q, loc = factor(), factor.loc.cpu().double()
     time = time if rule.reduction == "sum" else time / rule.components

@@ -13,8 +13,8 @@ from slimbayes.core.conversion import converted_layers
 from slimbayes.core.convert import all_or_nothing, bayesianize
 from slimbayes.core.layers.base import Loading
 from slimbayes.core.layers.ensemble import Ensembled
-from slimbayes.core.rules.patching import IndexedRule
 from slimbayes.core.selection import MethodOrRules, Selection, kept, listing, selected
+from slimbayes.core.sharded import whole
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -64,7 +64,7 @@ def _own_parameters(model: nn.Module) -> list[Tensor]:
     found: list[Tensor] = []
     for _, layer in converted_layers(model):
         found += layer.bayes.parameters()
-        if isinstance(layer.bayes, IndexedRule):
+        if layer.bayes.mixing_law() is not None:
             found += [tensor for tensor in (layer.weight, layer.bias) if tensor is not None]
     for module in model.modules():
         if isinstance(module, Ensembled):
@@ -129,7 +129,7 @@ def fingerprint(value: Tensor) -> str:
     >>> fingerprint(torch.zeros(2)) == fingerprint(torch.zeros(2)), fingerprint(torch.zeros(2, 1))[:6]
     (True, 'e8e0f0')
     """
-    value = value.detach().cpu().contiguous()
+    value = whole(value.detach()).cpu().contiguous()
     digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode())
     digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]

@@ -21,10 +21,11 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from slimbayes.core import priors
-from slimbayes.core.conversion import ATTRIBUTE, Record, find_record, unwrap
+from slimbayes.core.conversion import ATTRIBUTE, Record, find_record, shared_out, unwrap
 from slimbayes.core.convert import all_or_nothing, bayesianize
 from slimbayes.core.layers.dropout import ACTIVE
 from slimbayes.core.methods import METHODS, DeepEnsemble, Deterministic, MCDropout, Method
+from slimbayes.core.sharded import local, one_writes, shared_as, whole
 from slimbayes.files import FALSE_CLAIMS, parse_json, read_whole, shortened, write_whole
 from slimbayes.verbs.adapters import base_tensors, fingerprint, other_base
 from slimbayes.verbs.untrusted_files import check_members, outgrows, weightless
@@ -50,6 +51,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], adapter_only: bool = Fa
     each instead: the file holds everything new, everything trained, and buffers, which move in training. ``sb.load``
     then takes the pretrained network, and refuses one with other weights.
 
+    Where processes share out the parameters (FSDP2, tensor parallel), all of them call this, and the first writes.
+
     >>> import slimbayes as sb, tempfile, os
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
     >>> path = os.path.join(tempfile.mkdtemp(), "net.safetensors")
@@ -69,7 +72,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], adapter_only: bool = Fa
     tensors, aliases = _tensors(inner, base)
     header: dict[str, Any] = {
         "format": FORMAT,
-        "architecture": type(inner).__name__.removeprefix("Ensembled"),
+        "architecture": type(inner).__name__.removeprefix("FSDP").removeprefix("Ensembled"),
         "methods": describe_methods(record),
         "layers": record.layers,
         "dropouts": record.dropouts,
@@ -79,7 +82,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], adapter_only: bool = Fa
         header["base"] = {name: fingerprint(value) for name, value in base.items()}
         header["frozen"] = _frozen(inner, base)
     header["sha256"] = _digest(header, tensors)
-    write_whole(path, serialize(tensors, metadata={HEADER: json.dumps(header)}))
+    with one_writes(shared_out(inner)) as writes:
+        if writes:
+            write_whole(path, serialize(tensors, metadata={HEADER: json.dumps(header)}))
 
 
 def load(network: Network, path: str | os.PathLike[str]) -> Network:
@@ -104,7 +109,8 @@ def load(network: Network, path: str | os.PathLike[str]) -> Network:
             _convert_checked(inner, methods, header, tensors, path)
         tensors = _with_base(inner, header, tensors)
         _check_tensors(inner.state_dict(), tensors, path)
-        inner.load_state_dict(tensors, strict=True)
+        state = inner.state_dict()
+        inner.load_state_dict({name: shared_as(value, state[name]) for name, value in tensors.items()})
         if "base" in header:
             for name, parameter in inner.named_parameters():
                 parameter.requires_grad_(name not in header["base"] and name not in header["frozen"])
@@ -145,8 +151,10 @@ def _tensors(model: nn.Module, without: Container[str]) -> tuple[dict[str, Tenso
             raise CheckpointError(
                 f"the state entry {name!r} is not a tensor ({type(value).__name__}); it cannot be saved"
             )
-        place = (value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
-        if value.numel() and place in seen:
+        here = local(value)
+        place = (value.device, here.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+        value = whole(value)
+        if here.numel() and place in seen:
             aliases[name] = seen[place]
             continue
         seen[place] = name

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slimbayes.analysis.layers import flat_stddev, root_of, rule_of, stddev_of, tied_names
+from slimbayes.analysis.layers import flat_stddev, posterior_of, root_of, stddev_of, tied_names
 from slimbayes.analysis.spectra import stored
-from slimbayes.core.conversion import converted_layers, find_record, unwrap
+from slimbayes.core.conversion import converted_layers, find_record, require_whole, unwrap
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.methods import KTied, MeanField
 from slimbayes.core.methods.base import check_count
@@ -61,8 +61,9 @@ def compress(
     tied: dict[NormalPosterior, KTiedPosterior] = {}
     over: list[str] = []
     for name in names:
-        layer, rule = layers[name], rule_of(layers[name])
-        old = rule.weight
+        layer = layers[name]
+        rule: Any = layer.bayes
+        old = posterior_of(layer)
         assert isinstance(old, NormalPosterior)
         if old not in tied:
             tied[old] = _tied_posterior(old, layer, flat_stddev(name, layer), rank)
@@ -84,6 +85,7 @@ def compress(
 def _compressible(model: nn.Module, include: Selection | None, exclude: Selection | None) -> list[str]:
     """The names of the layers to change, each checked to have nothing that KTied lacks."""
     record = find_record(model)
+    require_whole(model, "compress")
     names = tied_names(model, (NormalPosterior,), include, exclude)
     layers = dict(converted_layers(root_of(model)))
     _check_whole(names, layers)

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.analysis.layers import root_of
-from slimbayes.core.conversion import ATTRIBUTE, Record, converted_layers, find_record, unwrap
+from slimbayes.core.context import Draw, Frame
+from slimbayes.core.conversion import ATTRIBUTE, Record, converted_layers, find_record, require_whole, unwrap
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.layers.dropout import ACTIVE
 from slimbayes.core.layers.ensemble import Ensembled
 from slimbayes.core.layers.linear import BayesBilinear, TransposedLinear
-from slimbayes.core.rules.base import Rule, stored
-from slimbayes.core.rules.dropout import DroppedRule
-from slimbayes.core.rules.meanfield import SampledRule
-from slimbayes.core.rules.patching import IndexedRule
-from slimbayes.core.rules.rank1 import Rank1Rule
+from slimbayes.core.rules.base import stored
+from slimbayes.core.rules.fixed import Fixed
 from slimbayes.sequences.attention import BayesMultiheadAttention
 from slimbayes.sequences.kernels import Kernel, Several
 
@@ -78,6 +76,7 @@ def merge(model: Network, component: int | None = None, keep: bool = True) -> Ne
     4
     """
     record = find_record(model)
+    require_whole(model, "merge")
     root = root_of(model)
     chosen = _chosen(record, component)
     values = dict(_folded(root, chosen))
@@ -185,10 +184,12 @@ def _new_tensors(root: nn.Module, component: int) -> Iterator[tuple[str, Tensor,
             for name in module._tensor_names:
                 yield f"{module.ensemble_name}.{name}", tensors[name], tensors[name][component].clone()
     for name, layer in converted_layers(root):
-        weight, bias = mean_tensors(layer.bayes, layer, component)
-        for which, new in (("weight", weight), ("bias", bias)):
+        chosen = torch.tensor([component], device=getattr(layer.weight, "device", None))
+        draw = Draw(1, 1, 1, "mean", component_ids=chosen)
+        fixed = layer.bayes.mean(layer, Frame(1, 1, 1, 1, "mean", draw))
+        for which, new in zip(("weight", "bias"), plain_tensors(layer, fixed), strict=True):
             old = getattr(layer, which, None)
-            if new is None or new is old:
+            if new is None or old is None or new.is_set_to(old):
                 continue
             store, key = stored(layer, which)
             if store.get(key) is None:
@@ -197,12 +198,11 @@ def _new_tensors(root: nn.Module, component: int) -> Iterator[tuple[str, Tensor,
                     f"into it; remove that first"
                 )
             yield name, store[key], new
-        if isinstance(layer.bayes, IndexedRule) and layer.bayes.own_statistics:
-            probs = layer.bayes.mixing.log_probs(layer.weight).exp()
-            for key in ("running_mean", "running_var"):
-                yield name, layer._buffers[key], (probs[:, None] * layer._buffers[key]).sum(0)  # type: ignore[misc, operator]
-            batches = layer._buffers["num_batches_tracked"]
-            yield name, batches, batches.amax(0)  # type: ignore[misc, union-attr]
+        if fixed.statistics is not None:
+            buffers: Any = layer._buffers
+            for key, value in zip(("running_mean", "running_var"), fixed.statistics, strict=True):
+                yield name, buffers[key], value[0]
+            yield name, buffers["num_batches_tracked"], buffers["num_batches_tracked"].amax(0)
 
 
 def _check_ties(root: nn.Module, values: dict[int, tuple[str, Tensor, int]]) -> None:
@@ -221,31 +221,22 @@ def _check_ties(root: nn.Module, values: dict[int, tuple[str, Tensor, int]]) -> 
             )
 
 
-def mean_tensors(rule: Rule, layer: Converted, component: int) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias with which the plain layer does what the rule does at noise="mean"."""
-    if isinstance(rule, Rank1Rule):
-        return _rank1(rule, layer, component)
-    if isinstance(rule, SampledRule | DroppedRule):
-        return layer.weight, layer.bias  # the means
-    if isinstance(rule, IndexedRule):
-        return tuple(None if t is None else rule._patch(t).point() for t in (layer.weight, layer.bias))  # type: ignore[return-value]
-    raise TypeError(
-        f"layer {rule.name!r} has a rule of its own ({type(rule).__name__}), of which merge does not know the mean"
+def plain_tensors(layer: Converted, fixed: Fixed) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias with which the plain layer does what this one does in a single draw."""
+    weight, bias, s, r = (
+        None if t is None else t.squeeze(0) for t in (fixed.weight, fixed.bias, fixed.inner, fixed.outer)
     )
-
-
-def _rank1(rule: Rank1Rule, layer: Converted, component: int) -> tuple[Tensor, Tensor | None]:
-    r, s = (None if f is None else f().point()[component] for f in (rule.r, rule.s))
-    bias = None if layer.bias is None else layer.bias[component]
-    if not rule.additive:
+    if weight is None or (r is None and s is None):
+        return weight, bias
+    if not fixed.additive:
         return scaled_weight(layer, r, s), bias
     if bias is None or not layer.is_matrix or isinstance(layer, Kernel):
         raise TypeError(
-            f"additive factors of layer {rule.name!r} cannot be folded: that takes a Linear layer with a bias, "
+            f"additive factors of layer {layer.bayes.name!r} cannot be folded: that takes a Linear layer with a bias, "
             f"b ← b + r + W s"
         )
-    shift = 0.0 if s is None else layer.compute((s.unsqueeze(0),), layer.weight, None).squeeze(0)
-    return layer.weight, bias + shift + (0.0 if r is None else r)
+    shift = 0.0 if s is None else layer.compute((s.unsqueeze(0),), weight, None).squeeze(0)
+    return weight, bias + shift + (0.0 if r is None else r)
 
 
 def scaled_weight(layer: Converted, r: Tensor | None, s: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.accelerate import factor_folding, factor_product
-from slimbayes.accelerate.custom_operation import operation
+from slimbayes.core.custom_operation import operation
 
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor? s, Tensor? r, Tensor? bias, bool first, bool by_draw"
 

@@ -92,7 +92,7 @@ def usable(ih: Mapped, hh: Mapped, x: Tensor, state: tuple[Tensor, ...]) -> bool
     """Whether the written-out passes apply: one W and one U for all rows, plain tensors of one type."""
     if torch.compiler.is_compiling() or transformed() or torch.is_autocast_enabled(x.device.type):
         return False
-    if any([one.weight.shape[0] != 1 or one.flips is not None for one in (ih, hh)]):
+    if any([one.weight.shape[0] != 1 or one.flips is not None or one.whole is not None for one in (ih, hh)]):
         return False
     given = [*state, *[t for one in (ih, hh) for t in (one.weight, one.inner, one.outer) if t is not None]]
     return all([t.dtype == x.dtype for t in given])
@@ -103,8 +103,9 @@ def by_lines(x: Tensor, rows: int, size: int) -> bool:
 
     So it is with compiled steps, where a draw has few rows: torch's kernel for each of them would do little at a time.
     """
-    few = rows * 4 * size <= _PART * torch.get_num_threads()
-    return few and not torch.is_grad_enabled() and kernels.usable(x)
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not kernels.usable(x):
+        return False  # first: what a traced program compares, it holds to
+    return rows * 4 * size <= _PART * torch.get_num_threads()
 
 
 def run(x: Tensor, h: Tensor, c: Tensor, ih: Mapped, hh: Mapped, reverse: bool) -> Pair:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from slimbayes.accelerate import cpu
 from slimbayes.accelerate.cpu import weights as kernel
-from slimbayes.accelerate.custom_operation import operation
 from slimbayes.core.compiler import constant
+from slimbayes.core.custom_operation import operation
 
 _ARGUMENTS = "Tensor[] tensors, int[] sizes, float[] centres, float[] precisions, float[] pulls, Tensor seed, int draws"
 

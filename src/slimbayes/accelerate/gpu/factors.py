@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slimbayes.accelerate.custom_operation import operation
 from slimbayes.accelerate.gpu import plain_twins
 from slimbayes.accelerate.gpu.joint_parameters import join, part
 from slimbayes.accelerate.gpu.launch import INTERPRETED, available, ceil_div, launch, power_of_two
 from slimbayes.accelerate.gpu.rows import batched
 from slimbayes.core.compiler import constant
+from slimbayes.core.custom_operation import operation
 from slimbayes.core.distributions import bounded_exp
 
 _NOISE = {

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slimbayes.accelerate.custom_operation import operation
 from slimbayes.accelerate.gpu.joint_parameters import join
+from slimbayes.core.custom_operation import operation
 
 
 def factors_kl(

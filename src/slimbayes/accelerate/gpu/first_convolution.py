@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate.custom_operation import operation
 from slimbayes.accelerate.gpu.launch import ceil_div, launch, power_of_two
 from slimbayes.accelerate.gpu.norm_launch import LAST, fits
 from slimbayes.accelerate.gpu.waves import multiprocessors
+from slimbayes.core.custom_operation import operation
 
 CHANNELS = 4  # of the input, at most: with more of them the gradient of the input is the cheaper way
 _BYTES, _OUTPUTS, _TAPS = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate.custom_operation import operation
+from slimbayes.core.custom_operation import operation
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate.custom_operation import CustomOp
 from slimbayes.accelerate.gpu import local_launch, plain_twins
 from slimbayes.accelerate.gpu.launch import INTERPRETED, available
+from slimbayes.core.custom_operation import CustomOp
 
 _LARGEST = 2**31 - 2**24  # offsets inside a matrix are 32-bit
 _RANKS = 10  # columns of A and B, each of which has its own registers

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate.custom_operation import CustomOp
 from slimbayes.accelerate.gpu import plain_twins
 from slimbayes.accelerate.gpu.launch import INTERPRETED, available, ceil_div, launch
+from slimbayes.core.custom_operation import CustomOp
 
 KINDS = ("normal", "uniform", "sign", "cauchy")
 _BLOCK = 512

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate.custom_operation import operation
 from slimbayes.accelerate.gpu.launch import ceil_div, launch
 from slimbayes.accelerate.gpu.norm_launch import (
     LAST,
@@ -21,6 +20,7 @@ from slimbayes.accelerate.gpu.norm_launch import (
     small_gradients,
     tile,
 )
+from slimbayes.core.custom_operation import operation
 
 
 def norm_rows(

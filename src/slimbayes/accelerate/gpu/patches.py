@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate.custom_operation import operation
 from slimbayes.accelerate.gpu.noise import philox_noise
 from slimbayes.core.compiler import constant
+from slimbayes.core.custom_operation import operation
 
 
 def choose_patches(points: Sequence[Tensor], groups: Sequence[int], seed: Tensor, draws: int) -> list[Tensor]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate.custom_operation import operation
 from slimbayes.accelerate.gpu.launch import ceil_div, launch
 from slimbayes.accelerate.gpu.norm import expression, follow, plain_backward
 from slimbayes.accelerate.gpu.norm_launch import (
@@ -31,6 +30,7 @@ from slimbayes.accelerate.gpu.norm_launch import (
     whole_rows,
     wide_tile,
 )
+from slimbayes.core.custom_operation import operation
 
 
 def sum_norm_rows(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slimbayes.accelerate.custom_operation import CustomOp
 from slimbayes.accelerate.gpu import plain_twins, weight_launch
+from slimbayes.core.custom_operation import CustomOp
 
 _Gradients = tuple[Tensor | None, ...]
 FORMS = ("sample", "noise", "mean", "both")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slimbayes.core.context import Draw, current_draw, late_draw, repeat_rows
 from slimbayes.core.rules.base import Operation, Rule
+from slimbayes.core.sharded import is_sharded, run_whole
 
 
 class Loading(nn.Module):
@@ -44,6 +45,16 @@ class Converted(Loading, Operation, ABC):
 
     bayes: Rule
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """torch's; but the styles of tensor parallel, which take every parameter for a Linear's own, come too late."""
+        if is_sharded(param) and "bayes" in self._modules and not is_sharded(self._parameters.get(name)):
+            raise ValueError(
+                f"layer {self.bayes.name!r} is converted already, and parallelize_module would cut its {name!r} as if "
+                f"it were torch's own layer. Parallelize first: sb.bayesianize(parallelize_module(model, mesh, plan), "
+                f"method)"
+            )
+        super().register_parameter(name, param)
+
     def replace(self, which: str, new: nn.Parameter) -> None:
         """Put another parameter in the place of the "weight" or "bias"."""
         setattr(self, which, new)
@@ -51,6 +62,9 @@ class Converted(Loading, Operation, ABC):
     def _apply_rule(self, *inputs: Any) -> Tensor:
         output: Tensor
         draw = current_draw()
+        if is_sharded(inputs[0]):  # tensor parallel lays out what it hands to a layer
+            output = run_whole(self, self._apply_rule, inputs)
+            return output
         if draw is not None and draw.settled is not None:
             pair = draw.settled.pair(self)
             if pair is not None and draw.fits(inputs[0].shape[0]):

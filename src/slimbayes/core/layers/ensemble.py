@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from slimbayes.accelerate.members import allowed, kind_of_call, run_batched, sma
 from slimbayes.core import context
 from slimbayes.core.layers.base import expand_saved
 from slimbayes.core.rules.groups import join_members, run_members
+from slimbayes.core.sharded import wraps
 
 
 class _Member(nn.Module):
@@ -28,6 +30,36 @@ class _Member(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.original.forward(self.module, *args, **kwargs)
+
+
+def _run_sharded(root: Ensembled, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Member k, whose tensors FSDP2 gathers for the modules it wraps, each when it runs: there they are taken apart."""
+    wrapped = [module for module in root.modules() if module is not root and wraps(module)]
+
+    def run(
+        module: nn.Module, original: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        own: dict[str, Tensor] = {}
+        waiting = [("module", module)]
+        while waiting:
+            prefix, owner = waiting.pop()
+            for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+                if tensor is not None:
+                    own[f"{prefix}.{key}"] = tensor[k]
+            below = [(key, child) for key, child in owner._modules.items() if child is not None]
+            waiting += [(f"{prefix}.{key}", child) for key, child in below if not wraps(child)]
+        return functional_call(_Member(module, original), own, args, kwargs, tie_weights=False)
+
+    try:
+        for module in wrapped:
+            kind = type(module)
+            vars(module)["forward"] = lambda *a, module=module, kind=kind, **named: run(
+                module, kind, a, named
+            )
+        return run(root, root._member[0].original, args, kwargs)
+    finally:
+        for module in wrapped:
+            vars(module).pop("forward", None)
 
 
 class Ensembled(nn.Module):
@@ -48,6 +80,8 @@ class Ensembled(nn.Module):
         untiled = late is not None and late.untiled(self.ensemble_name, rows)
         repeats = draw.components * draw.samples if untiled and draw is not None else 1
         frame = context.frame(self.ensemble_name, rows * repeats, self.members)
+        if any([wraps(module) for module in self.modules() if module is not self]):
+            return run_members(partial(_run_sharded, self), frame.components, rows, args, kwargs)
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         stacked = {name: tensors[name] for name in self._tensor_names}
 

@@ -51,6 +51,7 @@ class Shared:
 
     made: dict[tuple[int, str], Any] = field(default_factory=dict)
     keep: list[Tensor] = field(default_factory=list)  # old tensors stay alive, so that ids stay unique
+    gathered: dict[Tensor, nn.Parameter] = field(default_factory=dict)  # whole, by what processes share out
     leaders: dict[int, Tensor] = field(
         default_factory=dict
     )  # the first weight of a layer, by all its tensors

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.core import distributions as d
-from slimbayes.core.context import Frame
+from slimbayes.core.context import Draw, Frame, activate
 from slimbayes.core.paths import ASKED, first
+from slimbayes.core.rules.fixed import Fixed, own_tensors
 from slimbayes.core.rules.kernel_map import Mapped
+
+if TYPE_CHECKING:
+    from slimbayes.core.posteriors import Posterior
+    from slimbayes.core.rules.patching import Mixing
+    from slimbayes.core.rules.rank1 import Factor
 
 __all__ = [
     "Inputs",
@@ -85,7 +91,7 @@ class Operation(nn.Module, ABC):
 
 
 class Rule(nn.Module, ABC):
-    """How one layer's random tensors are sampled and applied.
+    """How one layer's random tensors are sampled and applied. Only ``forward`` has to be written.
 
     Under the noise modes in ``untiled_noise`` it is called with ``untiled=True`` where its inputs are the same
     for all draws and not repeated: it needs the rows of one draw only, and returns those of all.
@@ -100,24 +106,53 @@ class Rule(nn.Module, ABC):
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:
         """The layer's output for these inputs."""
 
+    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
+        """The pairs whose KL this layer adds; none by default."""
+        return iter(())
+
     def covered(self, seen: set[str]) -> bool:
         """Whether the KL of all its random tensors is among those ``seen``, by their names."""
         return False
 
-    def mapped(self, op: Operation, frame: Frame) -> Mapped:
-        """The kernel's tensors in this call, for a layer that has several kernels."""
-        raise TypeError(
-            f"{type(self).__name__} has no form for layer {self.name!r}, one of several weights in a layer; write its "
-            f"mapped(op, frame), or leave the layer out"
-        )
-
-    @abstractmethod
-    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
-        """The pairs whose KL this layer adds."""
-
-    @abstractmethod
     def means(self, op: Operation) -> Iterator[Tensor]:
-        """The layer's own tensors whose prior is in the KL: weight decay would count it twice."""
+        """The layer's own tensors whose prior is in the KL: weight decay would count it twice. None by default."""
+        return iter(())
+
+    def fixed(self, op: Operation, frame: Frame) -> Fixed | None:
+        """The layer in the draws of a frame without noise for every example: tensors for each of them.
+
+        None, the default: it has no such form, and what ``forward`` does with its noise held is all that is known.
+        """
+        return None
+
+    def mean(self, op: Operation, frame: Frame) -> Fixed:
+        """The layer at noise="mean": as ``fixed`` has it, or else its own weight and bias, where that is so."""
+        return self.fixed(op, frame) or own_tensors(self, op, frame)
+
+    def mapped(self, op: Operation, frame: Frame) -> Mapped:
+        """The kernel's tensors in this call, for a layer that has several; by default what ``forward`` does."""
+        # Outside of a draw it has one of its own, so that all steps of a sequence meet the same samples.
+        draw = frame.draw or Draw(frame.components, frame.samples, frame.batch, frame.noise)
+
+        def whole(x: Tensor, op: Operation = op) -> Tensor:
+            if draw is frame.draw:
+                return self(op, (x,))  # type: ignore[no-any-return]
+            with activate(draw):
+                return self(op, (x,))  # type: ignore[no-any-return]
+
+        return Mapped(op.weight.unsqueeze(0), None, whole=whole)
+
+    def weight_posterior(self) -> Posterior | None:
+        """The posterior around the layer's weight, if that is what is random."""
+        return None
+
+    def rank1_factors(self) -> tuple[tuple[str, Factor], ...]:
+        """Rank-1 factors by name, "r" of outputs and "s" of inputs, which have a learning rate of their own."""
+        return ()
+
+    def mixing_law(self) -> Mixing | None:
+        """The law by which draws choose among versions of the layer's weight and bias, if it has such."""
+        return None
 
 
 def sample(spread: d.Spread, frame: Frame, source: str, per_example: bool, component_axis: bool) -> Tensor:

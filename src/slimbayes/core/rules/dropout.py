@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from slimbayes.core import context
 from slimbayes.core.context import Frame
-from slimbayes.core.rules.base import Inputs, KLTerm, Operation, Rule, rowwise
+from slimbayes.core.rules.base import Inputs, Operation, Rule, rowwise
+from slimbayes.core.rules.fixed import Drop, Fixed, alone
 from slimbayes.core.rules.kernel_map import Mapped, by_draw, by_row
 
 
@@ -60,13 +59,13 @@ class DroppedRule(Rule):
             return Mapped(op.weight * by_draw(mask).unsqueeze(1), bias)
         return Mapped(weight, bias, inner=by_row(mask, frame))
 
-    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
-        """No KL: a Bernoulli posterior's prior is the optimizer's weight decay."""
-        return iter(())
-
-    def means(self, op: Operation) -> Iterator[Tensor]:
-        """None: everything is under weight decay."""
-        return iter(())
+    def fixed(self, op: Operation, frame: Frame) -> Fixed:
+        """The layer's own tensors, and a mask of every input."""
+        drops = {}
+        for slot in op.input_slots if frame.noise != "mean" else ():
+            axis = slot.axis if self.per_channel else None
+            drops[slot.position] = Drop(f"{self.name}.mask{slot.position}", self.rate, axis)
+        return Fixed(alone(op.weight), alone(op.bias), drops=drops)
 
 
 def dropped(x: Tensor, frame: Frame, source: str, rate: float, channel_axis: int | None) -> Tensor:

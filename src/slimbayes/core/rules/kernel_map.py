@@ -42,6 +42,8 @@ class Mapped:
 
     ``inner`` [R, in], ``outer`` and ``shift`` [R, out] differ from row to row; ``before`` changes the kernel's
     whole input [R, ..., in], where that is not the layer's own state. ``local`` is for layers without a state.
+    ``whole`` is all that a rule does with rows [R, ..., in], where nothing else is known of it; it takes the operation
+    to do it with as a second argument, where that is not the kernel.
     """
 
     weight: Tensor
@@ -52,11 +54,13 @@ class Mapped:
     flips: Flips | None = None
     local: Local | None = None
     before: Callable[[Tensor], Tensor] | None = None
+    whole: Callable[..., Tensor] | None = None
 
     @property
     def by_group(self) -> bool:
         """Whether all rows of a group meet the same weight and bias."""
-        return all([own is None for own in (self.inner, self.outer, self.shift, self.flips, self.local)])
+        by_row = (self.inner, self.outer, self.shift, self.flips, self.local, self.whole)
+        return all([own is None for own in by_row])
 
     @property
     def groups(self) -> int:
@@ -65,6 +69,8 @@ class Mapped:
 
     def product(self, x: Tensor) -> Tensor:
         """r ∘ (W (s ∘ x)) for x [..., R, in]."""
+        if self.whole is not None:
+            return self.whole(x.movedim(-2, 0)).movedim(0, -2)
         y = grouped_product(x if self.inner is None else x * self.inner, self.weight)
         if self.outer is not None:
             y = y * self.outer

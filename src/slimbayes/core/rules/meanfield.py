@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from slimbayes.core.paths import ASKED, first
 from slimbayes.core.posteriors import Posterior
 from slimbayes.core.priors import Prior
 from slimbayes.core.rules.base import Inputs, KLTerm, Operation, Rule, per_draw, rowwise, sample, scale_inputs
+from slimbayes.core.rules.fixed import Fixed
 from slimbayes.core.rules.kernel_map import Flips, Local, Mapped, by_row
 from slimbayes.core.rules.local import (
     local_squares,
@@ -97,6 +99,15 @@ class SampledRule(Rule):
             for which, size in (("signs_in", op.fan_in), ("signs_out", op.output_size))
         )
         return Mapped(op.weight.unsqueeze(0), own, flips=Flips(delta, inner, outer))
+
+    def fixed(self, op: Operation, frame: Frame) -> Fixed:
+        """One sample per draw, or the means."""
+        one = self.mapped(op, frame)
+        return Fixed(one.weight, one.bias)
+
+    def weight_posterior(self) -> Posterior | None:
+        """That of the weight, if it is random."""
+        return self.weight
 
     def _mapped_local(self, op: Operation, frame: Frame) -> Mapped:
         weight = self._spreads(op)[0]
@@ -227,25 +238,19 @@ class SampledRule(Rule):
 
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
         """The pairs whose KL this layer adds."""
-        if self.prior is None:
-            return
+        for posterior, mean, source, fan_in, prior in self._with_prior(op):
+            p: Any = prior.distribution(mean, fan_in)
+            yield source, posterior(mean), d.Normal(mean, p.scale) if self.tied_mean else p, "sum"
+
+    def _with_prior(self, op: Operation) -> Iterator[tuple[Posterior, Tensor, str, int | None, Prior]]:
         for which in ("weight", "bias"):
             posterior, mean, source, fan_in = self.tensor(op, which)
-            if posterior is None or mean is None:
-                continue
-            q, p = posterior(mean), self.prior.distribution(mean, fan_in)
-            if self.tied_mean:
-                p = d.Normal(mean, p.scale)  # type: ignore[union-attr]
-            yield source, q, p, "sum"
+            if posterior is not None and mean is not None and self.prior is not None:
+                yield posterior, mean, source, fan_in, self.prior
 
     def means(self, op: Operation) -> Iterator[Tensor]:
         """The means of the tensors that have a prior."""
-        if self.prior is None:
-            return
-        if self.weight is not None:
-            yield op.weight
-        if self.bias is not None and op.bias is not None:
-            yield op.bias
+        return (mean for _, mean, *_ in self._with_prior(op))
 
 
 def _add_signed(y: Tensor, noise: Tensor, signs: Tensor, axis: int, frame: Frame) -> Tensor:

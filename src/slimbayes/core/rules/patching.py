@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from slimbayes.core import distributions as d
 from slimbayes.core.context import Frame
 from slimbayes.core.priors import Prior
 from slimbayes.core.rules.base import Inputs, KLTerm, Operation, Rule, per_draw
+from slimbayes.core.rules.fixed import Fixed
 from slimbayes.core.rules.kernel_map import Mapped
 
 
@@ -118,6 +120,23 @@ class IndexedRule(Rule):
         own = None if op.bias is None else self._chosen(op.bias, self.bias_source, frame)
         return Mapped(chosen, own)
 
+    def fixed(self, op: Operation, frame: Frame) -> Fixed:
+        """The versions that every draw takes, or their mean; so the statistics."""
+        one = self.mapped(op, frame)
+        if not (self.own_statistics and isinstance(op, Normalizing)):
+            return Fixed(one.weight, one.bias)
+        both: Any = (op.running_mean, op.running_var)  # [K, channels]
+        if frame.noise == "mean":
+            probs = self.mixing.log_probs(op.weight).exp()[:, None]
+            mean, variance = ((probs * own).sum(0, keepdim=True) for own in both)
+        else:
+            mean, variance = (own.index_select(0, self._index(op.weight, frame)) for own in both)
+        return Fixed(one.weight, one.bias, statistics=(mean, variance))
+
+    def mixing_law(self) -> Mixing:
+        """That of the index."""
+        return self.mixing
+
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:
         """The layer's output for these inputs."""
         frame = context.frame(self.name, inputs[0].shape[0])
@@ -162,7 +181,3 @@ class IndexedRule(Rule):
                 if not self.per_element and source == f"{self.mixing.name}.weight":
                     patch.indices = 1  # one index serves weight and bias together
                 yield source, patch, self.prior.distribution(points), "sum"
-
-    def means(self, op: Operation) -> Iterator[Tensor]:
-        """None: the components are under weight decay, as in the paper's experiments."""
-        return iter(())

@@ -23,6 +23,7 @@ from slimbayes.core.rules.base import (
     scale_inputs,
     with_parameters,
 )
+from slimbayes.core.rules.fixed import Fixed, alone
 from slimbayes.core.rules.kernel_map import Mapped, by_draw, by_row, expand_groups
 
 
@@ -135,21 +136,28 @@ class Rank1Rule(Rule):
         inner, outer = (None if f is None else by_row(f, frame) for f in (s, r))
         return Mapped(weight, bias, inner, outer)
 
+    def fixed(self, op: Operation, frame: Frame) -> Fixed:
+        """Vectors for every draw beside the one weight."""
+        factors = {
+            which: by_draw(self.sample_factor(factor, which, frame)) for which, factor in self.rank1_factors()
+        }
+        bias = None if op.bias is None else frame.pick(op.bias)
+        return Fixed(alone(op.weight), bias, factors.get("s"), factors.get("r"), self.additive)
+
+    def rank1_factors(self) -> tuple[tuple[str, Factor], ...]:
+        """Those that it has."""
+        return tuple([(which, f) for which, f in (("r", self.r), ("s", self.s)) if f is not None])
+
     def covered(self, seen: set[str]) -> bool:
         """Whether the KL of its factors is among those ``seen``: both are done together."""
         return f"{self.name}.r" in seen or f"{self.name}.s" in seen
 
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
         """The pairs whose KL this layer adds."""
-        for which, factor in (("r", self.r), ("s", self.s)):
-            if factor is not None:
-                q = factor()
-                if not isinstance(q, d.Delta):
-                    yield f"{self.name}.{which}", q, factor.prior.distribution(q.loc), self.reduction
-
-    def means(self, op: Operation) -> Iterator[Tensor]:
-        """None: the shared weight and the biases are point estimates under weight decay."""
-        return iter(())
+        for which, factor in self.rank1_factors():
+            q = factor()
+            if not isinstance(q, d.Delta):
+                yield f"{self.name}.{which}", q, factor.prior.distribution(q.loc), self.reduction
 
 
 def _into(weight: Tensor, r: Tensor | None, s: Tensor | None) -> Tensor:

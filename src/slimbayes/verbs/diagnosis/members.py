@@ -15,7 +15,6 @@ from slimbayes.core import distributions as d
 from slimbayes.core.conversion import converted_layers, find_record, unwrap
 from slimbayes.core.layers.ensemble import Ensembled
 from slimbayes.core.methods import ECMP, EMP
-from slimbayes.core.rules.patching import IndexedRule
 from slimbayes.core.selection import EXCLUDED
 from slimbayes.verbs.diagnosis import limits
 from slimbayes.verbs.diagnosis.findings import Finding
@@ -50,13 +49,13 @@ def patches(model: nn.Module) -> Iterator[Finding]:
     root = root_of(model)
     mixings = set()
     for name, layer in converted_layers(root):
-        rule = layer.bayes
-        if not isinstance(rule, IndexedRule) or layer.weight.shape[0] < 2:
+        law = layer.bayes.mixing_law()
+        if law is None or layer.weight.shape[0] < 2:
             continue
         yield from _equal("patches", name, [t for t in (layer.weight, layer.bias) if t is not None])
-        if rule.mixing.logits is not None and rule.mixing not in mixings:
-            mixings.add(rule.mixing)
-            top = float(rule.mixing.logits.double().softmax(0).max())
+        if law.logits is not None and law not in mixings:
+            mixings.add(law)
+            top = float(law.logits.double().softmax(0).max())
             if top > limits.MIXING_TOP:
                 yield Finding(
                     "mixing-collapsed", "warning", name, f"one patch has the probability {top:.3f}",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.analysis.comparison import prior_pairs
+from slimbayes.analysis.factors import rank1_factors
 from slimbayes.analysis.layers import root_of
 from slimbayes.core import distributions as d
 from slimbayes.core.conversion import Record, converted_layers, find_record, unwrap
@@ -17,8 +18,7 @@ from slimbayes.core.kl import total_kl
 from slimbayes.core.methods import KTied, MeanField, Rank1
 from slimbayes.core.methods.base import Method
 from slimbayes.core.posteriors import NormalPosterior, dropout_stddev, positive
-from slimbayes.core.rules.meanfield import SampledRule
-from slimbayes.core.rules.rank1 import Factor, Rank1Rule
+from slimbayes.core.rules.rank1 import Factor
 from slimbayes.verbs.diagnosis import limits
 from slimbayes.verbs.diagnosis.findings import Finding
 
@@ -41,39 +41,30 @@ def spreads(model: nn.Module) -> Iterator[Finding]:
     """σ of weights and of factors against its start, its cap, and the size of what it spreads."""
     record = find_record(model)
     for name, layer in converted_layers(root_of(model)):
-        rule, method = layer.bayes, method_of(record, name)
-        if isinstance(rule, SampledRule):
-            posterior = rule.weight
-            if posterior is None or not hasattr(posterior(layer.weight), "scale"):
-                continue
-            sigma, mean = posterior(layer.weight).scale, layer.weight
-            yield from _at_start(name, "σ", sigma, method)
-            yield from _size(name, "σ", sigma, mean)
-            if isinstance(posterior, NormalPosterior) and posterior.maximum is not None:
-                yield from _at_cap(name, positive(posterior.rho), posterior.maximum)
-        elif isinstance(rule, Rank1Rule):
-            for which, factor in (("r", rule.r), ("s", rule.s)):
-                q = None if factor is None else factor()
-                if q is None or isinstance(q, d.Delta):
-                    continue
-                assert factor is not None
-                label = f"the scale of factor {which}"
-                yield from _at_start(name, label, q.scale, method)
-                if not isinstance(q, d.LogNormal | d.HalfCauchy):  # others have no location to compare with
-                    yield from _size(name, label, q.scale, q.loc)
-                if rule.clip is not None:
-                    yield from _clipped(name, which, q, rule.clip)
+        posterior, method = layer.bayes.weight_posterior(), method_of(record, name)
+        if posterior is None or not hasattr(posterior(layer.weight), "scale"):
+            continue
+        sigma, mean = posterior(layer.weight).scale, layer.weight
+        yield from _at_start(name, "σ", sigma, method)
+        yield from _size(name, "σ", sigma, mean)
+        if isinstance(posterior, NormalPosterior) and posterior.maximum is not None:
+            yield from _at_cap(name, positive(posterior.rho), posterior.maximum)
+    for name, which, factor, rule in rank1_factors(model):
+        q: Any = factor()
+        if isinstance(q, d.Delta):
+            continue
+        label = f"the scale of factor {which}"
+        yield from _at_start(name, label, q.scale, method_of(record, name))
+        if not isinstance(q, d.LogNormal | d.HalfCauchy):  # others have no location to compare with
+            yield from _size(name, label, q.scale, q.loc)
+        if rule.clip is not None:
+            yield from _clipped(name, which, q, rule.clip)
 
 
 def factors(model: nn.Module) -> Iterator[Finding]:
     """Locations of rank-1 factors far from where they are meant to be."""
-    for name, layer in converted_layers(root_of(model)):
-        rule = layer.bayes
-        if not isinstance(rule, Rank1Rule):
-            continue
-        for which, factor in (("r", rule.r), ("s", rule.s)):
-            if factor is not None:
-                yield from _factor(name, which, factor, rule)
+    for name, which, factor, rule in rank1_factors(model):
+        yield from _factor(name, which, factor, rule)
 
 
 def dead(model: nn.Module) -> Iterator[Finding]:
@@ -189,7 +180,7 @@ def beyond(q: Any, clip: float) -> Tensor:
     )
 
 
-def _factor(name: str, which: str, factor: Factor, rule: Rank1Rule) -> Iterator[Finding]:
+def _factor(name: str, which: str, factor: Factor, rule: Any) -> Iterator[Finding]:
     loc = factor.loc.exp() if isinstance(factor(), d.LogNormal) else factor.loc
     size, clip = loc.double().abs(), limits.DEFAULT_CLIP if rule.clip is None else rule.clip
     outside, mean = float((size > clip).double().mean()), float(size.mean())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.core.context import Frame
-from slimbayes.core.rules.dropout import DroppedRule
+from slimbayes.core.rules.fixed import Drop
 from slimbayes.core.rules.kernel_map import Mapped, expand_groups
 from slimbayes.sequences.attention import BayesMultiheadAttention
 from slimbayes.sequences.kernels import Several
@@ -18,18 +18,18 @@ from slimbayes.verbs.freezing.layers import FrozenLayer, Mask
 from slimbayes.verbs.freezing.sequences import Attention, Cell, MaskedRecurrent, Recurrent
 
 _PARTS = ("q", "k", "v")
-MakeMask = Callable[[str, float, int | None], Mask]
+MakeMask = Callable[[Drop], Mask]
 
 
-def freeze_several(layer: Several, frame: Frame, mask: MakeMask) -> FrozenLayer:
-    """The frozen form of a recurrent layer, a cell or an attention layer."""
-    plain.refresh(layer)
+def freeze_several(layer: Several, frame: Frame, mask: MakeMask) -> FrozenLayer | None:
+    """The plain form of a recurrent layer, a cell or an attention layer, if all its kernels have one."""
     maps = {kernel.key: kernel.bayes.mapped(kernel, frame) for kernel in layer.kernels}
-    masks = {
-        kernel.key: mask(f"{kernel.bayes.name}.mask0", kernel.bayes.rate, None)
-        for kernel in layer.kernels
-        if isinstance(kernel.bayes, DroppedRule) and maps[kernel.key].before is not None
-    }
+    if any(not one.by_group and one.shift is None for one in maps.values()):
+        return None
+    known = {kernel.key: kernel.bayes.fixed(kernel, frame) for kernel in layer.kernels}
+    if None in known.values():
+        return None
+    masks = {key: mask(known[key].drops[0]) for key, one in maps.items() if one.before is not None}  # type: ignore[union-attr]
     if isinstance(layer, BayesMultiheadAttention):
         return _attention(layer, maps, masks, frame.draws, mask)
     groups = max(one.groups for one in maps.values())
@@ -93,7 +93,7 @@ def _masked(
         parts.append(Recurrent(members))
         own_masks.append(masks.get(f"ih{end}", nn.Identity()))
     between: list[nn.Module] = [
-        mask(f"{layer.source}.between_l{i}", layer.dropout, None) if drops else nn.Identity()
+        mask(Drop(f"{layer.source}.between_l{i}", layer.dropout, None)) if drops else nn.Identity()
         for i in range(layer.num_layers - 1)
     ]
     return MaskedRecurrent(layer, parts, own_masks, between)
@@ -126,5 +126,5 @@ def _attention(
             layer.kernels[0].bias[:0]
         )  # only whether there is one counts
     rate = layer.dropout if layer.kernels[0].bayes.drops else 0.0
-    weights = mask(f"{layer.source}.weights", rate, None) if rate > 0 else None
+    weights = mask(Drop(f"{layer.source}.weights", rate, None)) if rate > 0 else None
     return Attention(made, kernels, masks, draws, weights)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from slimbayes.core.context import Request
 from slimbayes.core.keyed_noise import keyed_noise, layer_key
 from slimbayes.core.rules.groups import run_members
 from slimbayes.verbs.freezing.network import CALL, fixed, repeat_rows
@@ -178,8 +179,7 @@ class Members(FrozenLayer):
 class Mask(nn.Module):
     """x ∘ b_d/(1 − rate): the Bernoulli mask of every draw, the same for all examples.
 
-    Its size is that of an example, so it is made when the first example comes, from the seed as ``sb.draw`` makes it,
-    and kept. A traced program holds the masks of the size that it was traced with.
+    Its size is that of an example, so it is made when the first example comes, and kept.
     """
 
     def __init__(
@@ -217,24 +217,41 @@ class Mask(nn.Module):
 
     def _mask(self, number: int, shape: tuple[int, ...], x: Tensor) -> Tensor:
         """[draws, 1, *shape]."""
-        name = f"mask{number}_" + "x".join(map(str, shape))
-        known = self._buffers.get(name)
-        if known is not None:
-            return known if known.dtype == x.dtype and known.device == x.device else known.to(x)
+        dtype = torch.promote_types(x.dtype, torch.float32)  # as draws make it
+        request = Request("uniform", self.source, number, (self.components, self.samples, 1, *shape), dtype)
+
+        def dropped(uniform: Tensor) -> Tensor:
+            return ((uniform >= self.rate).to(x.dtype) / (1.0 - self.rate)).flatten(0, 1)
+
+        return kept_noise(self, request, x.device, dropped).to(x)
+
+
+def kept_noise(
+    owner: Any,
+    request: Request,
+    device: torch.device,
+    change: Callable[[Tensor], Tensor] = lambda noise: noise,
+) -> Tensor:
+    """Noise of every draw, changed, as ``sb.draw`` makes it from the owner's seed: at its first use, then a buffer.
+
+    It may be as large as an example. A traced program holds the noise of the size that it was traced with.
+    """
+    components, samples, _, *shape = request.size
+    name = f"{request.name} {'x'.join(map(str, shape))}".replace(".", "_").replace(" ", "_")
+    if name not in owner._buffers:
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                f"the dropout mask {self.source!r} for examples of shape {list(shape)} is not made yet: call the "
-                f"frozen model once on such inputs before it is traced, or freeze it with example=..."
+                f"the noise {request.source!r} for examples of shape {shape} is not made yet: call the frozen model "
+                f"once on such inputs before it is traced, or freeze it with example=..."
             )
-        dtype = torch.promote_types(x.dtype, torch.float32)  # as draws make it
+        key, cpu = layer_key(owner.seed, request.source), torch.device("cpu")
         with torch.no_grad():
             noise = keyed_noise(
-                "uniform", layer_key(self.seed, self.source), number, torch.arange(self.components),
-                torch.arange(self.samples), None, shape, dtype, torch.device("cpu"),
+                request.kind, key, request.stream, torch.arange(components), torch.arange(samples), None,
+                tuple(shape), request.dtype, cpu,
             )  # fmt: skip
-            made = ((noise >= self.rate).to(x.dtype) / (1.0 - self.rate)).flatten(0, 1).to(x.device)
-        self.register_buffer(name, made)
-        return made
+            owner.register_buffer(name, change(noise).to(device))
+    return owner._buffers[name]  # type: ignore[no-any-return]
 
 
 class Masked(FrozenLayer):

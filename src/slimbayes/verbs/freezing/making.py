@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slimbayes.accelerate.late_tiling import LATE_TILING, Plan
 from slimbayes.core.context import Draw, Frame
-from slimbayes.core.conversion import ATTRIBUTE, Record, find_record, unwrap
+from slimbayes.core.conversion import ATTRIBUTE, Record, find_record, require_whole, unwrap
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.layers.dropout import _Active
 from slimbayes.core.layers.embedding import BayesEmbedding
@@ -24,11 +24,8 @@ from slimbayes.core.layers.norm import _Norm, _TrailingNorm
 from slimbayes.core.row_mixing import in_passes
 from slimbayes.core.rows import FlatInputs, flatten_inputs, signature
 from slimbayes.core.rules.base import Operation
-from slimbayes.core.rules.dropout import DroppedRule
+from slimbayes.core.rules.fixed import Drop, Fixed
 from slimbayes.core.rules.kernel_map import expand_groups
-from slimbayes.core.rules.meanfield import SampledRule
-from slimbayes.core.rules.patching import IndexedRule, Normalizing
-from slimbayes.core.rules.rank1 import Rank1Rule
 from slimbayes.sequences.kernels import Several
 from slimbayes.verbs.checkpoint import describe_methods
 from slimbayes.verbs.freezing import plain
@@ -44,6 +41,7 @@ from slimbayes.verbs.freezing.layers import (
     Tables,
 )
 from slimbayes.verbs.freezing.network import Frozen
+from slimbayes.verbs.freezing.replay import Replay
 
 
 @dataclass
@@ -58,9 +56,9 @@ class Making:
         """Functions that differ."""
         return self.frame.draws
 
-    def mask(self, source: str, rate: float, axis: int | None) -> Mask:
+    def mask(self, drop: Drop) -> Mask:
         """The mask of one source of dropout."""
-        return Mask(source, rate, axis, self.seed, self.frame.components, self.frame.samples)
+        return Mask(*drop, self.seed, self.frame.components, self.frame.samples)
 
 
 def freeze(
@@ -89,6 +87,7 @@ def freeze(
     (torch.Size([8, 5, 2]), True)
     """
     record = find_record(model)
+    require_whole(model, "freeze")
     inner = unwrap(model)
     components = record.components
     _check(draws, seed, components)
@@ -182,7 +181,7 @@ def _plan(model: nn.Module, record: Record, flat: FlatInputs, draws: int) -> Pla
 
 
 def _frozen_network(network: nn.Module, making: Making, plan: Plan | None) -> tuple[nn.Module, bool]:
-    """The copy with every converted module replaced; whether it has masks."""
+    """The copy with every converted module replaced; whether it has masks or other noise that is made later."""
     replaced: dict[int, tuple[nn.Module, nn.Module]] = {}
     for module in list(network.modules()):
         made = _frozen_module(module, making)
@@ -199,7 +198,7 @@ def _frozen_network(network: nn.Module, making: Making, plan: Plan | None) -> tu
     network.__dict__.pop(ATTRIBUTE, None)
     whole = replaced[id(network)][1] if id(network) in replaced else network
     _forbid(replaced, whole)
-    return whole, any(isinstance(module, Mask) for module in whole.modules())
+    return whole, any(isinstance(module, (Mask, Replay)) for module in whole.modules())
 
 
 def _forbid(replaced: dict[int, tuple[nn.Module, nn.Module]], whole: nn.Module) -> None:
@@ -241,74 +240,44 @@ def _frozen_module(module: nn.Module, making: Making) -> FrozenLayer | None:
     if isinstance(module, (_Active, Several, Converted)):
         _check_hooks(module)
     if isinstance(module, _Active):
-        return Masked(nn.Identity(), {0: making.mask(module.source, module.p, module.channel_axis)})
-    if isinstance(module, Several):
-        return freeze_several(module, making.frame, making.mask)
-    if not isinstance(module, Converted):
+        return Masked(nn.Identity(), {0: making.mask(Drop(module.source, module.p, module.channel_axis))})
+    if not isinstance(module, (Several, Converted)):
         return None
     plain.refresh(module)
-    rule = module.bayes
-    for kind, make in _RULES:
-        if isinstance(rule, kind):
-            return make(module, rule, making)
-    raise TypeError(
-        f"layer {rule.name!r} has a {type(rule).__name__}, of which freeze does not know what a draw is; use one of "
-        f"slimbayes' own rules in your method, or leave the layer out"
-    )
+    if isinstance(module, Several):
+        made = freeze_several(module, making.frame, making.mask)
+    else:
+        fixed = module.bayes.fixed(module, making.frame)
+        made = None if fixed is None else _by_tensors(module, fixed, making)
+    return made or Replay(module, making.seed, making.frame.components, making.frame.samples)
 
 
-def _rank1(layer: Converted, rule: Rank1Rule, making: Making) -> FrozenLayer:
-    s, r = (
-        None
-        if factor is None
-        else expand_groups(rule._factor(factor, which, making.frame).flatten(0, 2), making.draws)
-        for which, factor in (("s", rule.s), ("r", rule.r))
-    )
-    b = None if layer.bias is None else expand_groups(layer.bias, making.draws)
-    if rule.additive and r is not None:
+def _by_tensors(layer: Converted, fixed: Fixed, making: Making) -> FrozenLayer:
+    """The plain form of what a layer is in every draw."""
+    draws, weight, bias = making.draws, fixed.weight, fixed.bias
+    if fixed.drops or weight is None:
+        masks = {position: making.mask(drop) for position, drop in fixed.drops.items()}
+        return Masked(plain.module(layer, *[None if t is None else t[0] for t in (weight, bias)]), masks)
+    if fixed.statistics is not None:  # which are part of the affine map, and all that the layer does
+        mean, variance = fixed.statistics
+        norm: Any = layer
+        scale = weight * (variance + norm.eps).rsqrt()
+        shift = -mean * scale if bias is None else bias - mean * scale
+        return Scaled(nn.Identity(), scale, shift, 0)
+    if fixed.inner is None and fixed.outer is None:
+        return _by_draw(layer, weight, bias, draws)
+    r, s, b = _all_kept(draws, fixed.outer, fixed.inner, bias)
+    if fixed.additive and r is not None:
         b, r = (r if b is None else r + b), None
-    slots = [tuple(slot) for slot in layer.input_slots]
     # transformers' Conv1D always adds a bias.
     transposed = isinstance(layer, TransposedLinear)
-    own = plain.linear(layer.weight.t(), None) if transposed else plain.module(layer, layer.weight, None)
-    s, r, b = (None if v is None else _kept(v, making.draws) for v in (s, r, b))
-    return Factored(own, s, r, b, rule.additive, slots, layer.output_axis)  # type: ignore[arg-type]
-
-
-def _sampled(layer: Converted, rule: SampledRule, making: Making) -> FrozenLayer:
-    weight = rule.sample_tensor(layer, "weight", making.frame)
-    bias = None if layer.bias is None else rule.sample_tensor(layer, "bias", making.frame)
-    return _by_draw(layer, weight, bias, making.draws)
-
-
-def _indexed(layer: Converted, rule: IndexedRule, making: Making) -> FrozenLayer:
-    frame = making.frame
-    weight = rule._chosen(layer.weight, rule.weight_source, frame)
-    bias = None if layer.bias is None else rule._chosen(layer.bias, rule.bias_source, frame)
-    if rule.own_statistics and isinstance(layer, Normalizing):
-        index = rule._index(layer.weight, frame)
-        mean, variance = (
-            getattr(layer, name).index_select(0, index) for name in ("running_mean", "running_var")
-        )
-        weight = weight * (variance + layer.eps).rsqrt()
-        bias = -mean * weight if bias is None else bias - mean * weight
-        return Scaled(nn.Identity(), weight, bias, 0)
-    return _by_draw(layer, weight, bias, making.draws)
-
-
-def _dropped(layer: Converted, rule: DroppedRule, making: Making) -> FrozenLayer:
-    masks = {
-        slot.position: making.mask(
-            f"{rule.name}.mask{slot.position}", rule.rate, slot.axis if rule.per_channel else None
-        )
-        for slot in layer.input_slots
-    }
-    return Masked(plain.module(layer, layer.weight, layer.bias), masks)
+    own = plain.linear(weight[0].t(), None) if transposed else plain.module(layer, weight[0], None)
+    return Factored(own, s, r, b, fixed.additive, layer.input_slots, layer.output_axis)
 
 
 def _by_draw(layer: Operation, weight: Tensor, bias: Tensor | None, draws: int) -> FrozenLayer:
     """A weight and a bias for every draw, in the form that the layer's operation has for many."""
-    weight, bias = _kept(weight, draws), None if bias is None else _kept(bias, draws)
+    weight, bias = _all_kept(draws, weight, bias)
     if isinstance(layer, BayesLinear):
         return Matrices(weight, bias)
     if isinstance(layer, TransposedLinear):
@@ -325,16 +294,12 @@ def _by_draw(layer: Operation, weight: Tensor, bias: Tensor | None, draws: int) 
     return Members([plain.module(layer, w, b) for w, b in zip(weight.unbind(0), biases, strict=True)])
 
 
+def _all_kept(draws: int, *values: Tensor | None) -> Any:
+    """[groups, ...] as [draws, ...], in memory of their own."""
+    return [None if v is None else _kept(v, draws) for v in values]
+
+
 def _kept(value: Tensor, draws: int) -> Tensor:
-    """[groups, ...] as [draws, ...], in memory of its own."""
     if value.shape[0] == 1 and draws > 1:
         value = value.expand(draws, *value.shape[1:])
     return expand_groups(value, draws).detach().clone(memory_format=torch.contiguous_format)
-
-
-_RULES: tuple[tuple[type, Callable[..., FrozenLayer]], ...] = (
-    (Rank1Rule, _rank1),
-    (SampledRule, _sampled),
-    (IndexedRule, _indexed),
-    (DroppedRule, _dropped),
-)

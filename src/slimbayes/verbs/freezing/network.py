@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.core.context import RowError
+from slimbayes.core.context import Draw, RowError
 
 
 @dataclass
 class Call:
-    """One call of a frozen model: its batch, and how often each mask has been used so far."""
+    """One call of a frozen model: its batch, how often each mask has been used so far, and the draw of other noise."""
 
     batch: Any  # an integer, or a symbol while a program is traced
     used: dict[str, int] = field(default_factory=dict)
+    draw: Draw | None = None
 
     def number(self, source: str) -> int:
         """The number of this use of ``source``; the next one has the next."""

@@ -21,7 +21,7 @@ def force_noise(monkeypatch, make):
         return make(kind, source, size).to(dtype).expand(size)
 
     monkeypatch.setattr(Frame, "noise_like", noise_like)
-    monkeypatch.setattr("slimbayes.core.draws._prefill", lambda *_: None)  # layers ask for noise one by one
+    monkeypatch.setattr("slimbayes.core.draws.prepare", lambda *_: None)  # layers ask for noise one by one
 
 
 @torch.no_grad()

@@ -15,24 +15,25 @@ FORBIDDEN = {
     "xmlrpc", "ctypes", "runpy", "imp", "webbrowser", "telnetlib", "asyncio",
 }  # fmt: skip
 IMPORTS = {
-    ("pickle", "data/unpickle.py"): "CIFAR's own files, by a reader that calls nothing they name",
-    ("pickletools", "data/unpickle.py"): "looks at the operations of such a file before any is carried out",
-    ("subprocess", "provenance.py"): "asks git for the commit, with fixed words",
-    ("subprocess", "bench/beside.py"): "the benchmark's own processes, of this Python",
-    ("subprocess", "bench/running.py"): "the benchmark's own processes, of this Python",
+    ("pickle", "lab/data/unpickle.py"): "CIFAR's own files, by a reader that calls nothing they name",
     (
-        "ctypes",
-        "native/__init__.py",
-    ): "the CPU kernels that were compiled with the package, in its own folder",
-    ("ctypes", "native/rows.py"): "their arguments",
-    ("ctypes", "native/weights.py"): "their arguments",
+        "pickletools",
+        "lab/data/unpickle.py",
+    ): "looks at the operations of such a file before any is carried out",
+    ("subprocess", "verbs/provenance.py"): "asks git for the commit, with fixed words",
+    ("subprocess", "lab/bench/beside.py"): "the benchmark's own processes, of this Python",
+    ("subprocess", "lab/bench/running.py"): "the benchmark's own processes, of this Python",
+    ("ctypes", "accelerate/cpu/__init__.py"): "the CPU kernels compiled with the package, in its own folder",
+    ("ctypes", "accelerate/cpu/rows.py"): "their arguments",
+    ("ctypes", "accelerate/cpu/weights.py"): "their arguments",
 }
 # Modules imported by a name that is no constant.
 BY_NAME = {
     "__init__.py": "the package's own rooms",
     "extras.py": "optional packages, named by the code",
-    "specs.py": "a network of one's own, package.module:function, where the user gives it; never from a saved run",
-    "bench/peers.py": "the peers, named by the code",
+    "aliases.py": "modules of the package, under the names they had before they moved",
+    "lab/models/text.py": "a network of one's own, package.module:function, where the user gives it; never a saved one",
+    "lab/bench/peers.py": "the peers, named by the code",
 }
 CALLS = {"eval", "exec", "compile", "__import__", "input", "breakpoint"}
 METHODS = {
@@ -43,8 +44,11 @@ METHODS = {
 }  # fmt: skip
 METHOD_PLACES = {
     ("hf_hub_download", "integrations/hub.py"): "from_pretrained of a repository, which the user names",
-    ("CDLL", "native/__init__.py"): "the CPU kernels that were compiled with the package, in its own folder",
-    ("system", "provenance.py"): "platform.system(), the name of this machine's system",
+    (
+        "CDLL",
+        "accelerate/cpu/__init__.py",
+    ): "the CPU kernels that were compiled with the package, in its own folder",
+    ("system", "verbs/provenance.py"): "platform.system(), the name of this machine's system",
 }
 
 

@@ -14,9 +14,9 @@ from scipy import stats
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
+from slimbayes.accelerate import bulk_noise
 from slimbayes.accelerate.cpu import raw_noise
-from slimbayes.core import noise
-from slimbayes.core.noise import KINDS, fresh_noise
+from slimbayes.core.noise import KINDS, fresh_noise, plain_noise
 
 CPU = torch.device("cpu")
 MANY = 4_000_003  # many pieces, and a last one that is neither whole nor even
@@ -201,15 +201,15 @@ def test_fresh_noise(kind, dtype):
 
 @pytest.mark.parametrize("native", [True, False])
 def test_below_the_threshold_torchs_own(native):
-    for kind in noise._FEWEST:
+    for kind in bulk_noise._FEWEST:
         with sb.fast_paths(native=native):
-            fewest = noise._fewest(kind)
+            fewest = bulk_noise._fewest(kind)
         for size in (1, 16, fewest - 1):
             torch.manual_seed(3)
             with sb.fast_paths(native=native):
                 x = fresh_noise(kind, (size,), torch.float32, CPU)
             torch.manual_seed(3)
-            assert torch.equal(x, noise._plain(kind, (size,), torch.float32, CPU))
+            assert torch.equal(x, plain_noise(kind, (size,), torch.float32, CPU))
     assert fresh_noise("normal", (0, 5), torch.float32, CPU).shape == (0, 5)
     with pytest.raises(ValueError, match="unknown kind"):
         fresh_noise("gamma", (3,), torch.float32, CPU)
@@ -283,6 +283,7 @@ def test_after_a_fork():
 import os, warnings
 warnings.simplefilter("ignore")
 import numpy as np, torch
+from slimbayes.accelerate import bulk_noise
 from slimbayes.accelerate.cpu import raw_noise
 torch.set_num_threads(1)
 def make():
@@ -335,8 +336,8 @@ def test_the_operation():
     """Its schema, its fake twin, and that it is a function of the seed alone."""
     seed = torch.tensor([123])
     arguments = (seed, "normal", (20, 1000), torch.float32)
-    assert torch.equal(noise.noise(*arguments), noise.noise(*arguments))
-    torch.library.opcheck(noise.noise.overload, arguments)
+    assert torch.equal(bulk_noise.noise(*arguments), bulk_noise.noise(*arguments))
+    torch.library.opcheck(bulk_noise.noise.overload, arguments)
 
 
 def test_checkpointing_draws_the_same_again():

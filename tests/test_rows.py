@@ -12,6 +12,7 @@ from slimbayes.accelerate import row_factors
 from slimbayes.accelerate.factor_noise import inside, sample_factor
 from slimbayes.core.context import Draw, Frame, activate
 from slimbayes.core.distributions import Cauchy, Normal
+from slimbayes.core.rules.base import combined, rowwise
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def test_scaled_rows(shape, axis, examples, extra, needs):
                 y = row_factors.scaled(x, factor, axis, frame, private)
                 assert y.stride() == x.stride()
             else:
-                y = row_factors.plain_rowwise(x, factor, axis, frame, torch.mul)
+                y = combined(x, factor, axis, frame, torch.mul)
             (y.sin()).sum().backward()
             results.append([y, x.grad, factor.grad])
         for ours, plain in zip(*results, strict=True):
@@ -91,8 +92,8 @@ def test_affine_rows(shape, axis, examples, extra):
         x, factor, bias = tensors(shape, axis, extra, examples, last)
         leaves = [t.requires_grad_() for t in (x, factor, bias)]
         ours = row_factors.affine(x, factor, bias, axis, frame)
-        plain = row_factors.plain_rowwise(x, factor, axis, frame, torch.mul)
-        plain = row_factors.plain_rowwise(plain, bias[:, None, None], axis, frame, torch.add)
+        plain = combined(x, factor, axis, frame, torch.mul)
+        plain = combined(plain, bias[:, None, None], axis, frame, torch.add)
         torch.testing.assert_close(ours, plain, **NEAR)
         assert ours.stride() == x.stride()
         gradients = [torch.autograd.grad(y.sin().sum(), leaves) for y in (ours, plain)]
@@ -100,11 +101,7 @@ def test_affine_rows(shape, axis, examples, extra):
             torch.testing.assert_close(a, b, **NEAR)
         with torch.no_grad():  # in place: the rows are ours
             for shift in (bias, None):
-                wanted = (
-                    plain
-                    if shift is not None
-                    else row_factors.plain_rowwise(x, factor, axis, frame, torch.mul)
-                )
+                wanted = plain if shift is not None else combined(x, factor, axis, frame, torch.mul)
                 copy = x.clone()
                 y = row_factors.affine(copy, factor, shift, axis, frame)
                 assert y.data_ptr() == copy.data_ptr()
@@ -120,7 +117,7 @@ def test_gradients_in_another_layout():
     for gradient in (last, gaps, torch.ones((), dtype=F64).expand_as(x), torch.randn_like(x)):
         before = gradient.clone()
         wanted = None
-        for make in (row_factors.plain_rowwise, row_factors.rowwise):
+        for make in (combined, rowwise):
             leaves = [x.clone().requires_grad_(), factor.clone().requires_grad_()]
             got = torch.autograd.grad(make(*leaves, 1, frame, torch.mul), leaves, gradient)
             wanted = got if wanted is None else wanted
@@ -133,8 +130,8 @@ def test_other_layouts_and_empty_rows():
     frame = frame_of()
     x = torch.randn(24, 4, 5, 6, dtype=F64).transpose(1, 2)  # neither order of the channels
     factor = torch.randn(3, 2, 4, 5, dtype=F64)
-    y = row_factors.rowwise(x, factor, 1, frame, torch.mul)
-    torch.testing.assert_close(y, row_factors.plain_rowwise(x, factor, 1, frame, torch.mul), **NEAR)
+    y = rowwise(x, factor, 1, frame, torch.mul)
+    torch.testing.assert_close(y, combined(x, factor, 1, frame, torch.mul), **NEAR)
     assert row_factors.scaled(torch.zeros(24, 5, 0), torch.ones(3, 2, 4, 5), 1, frame).shape == (24, 5, 0)
 
 

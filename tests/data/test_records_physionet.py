@@ -100,7 +100,7 @@ def test_physionet_errors(tmp_path):
         load_records("physionet2012", tmp_path, validation=6)
     with pytest.raises(DataError, match="choose physionet2012 or mimic3"):
         load_records("mimic4")
-    with pytest.raises(DataError, match=r"use slimbayes.lab.data.load_records\('mimic3', root\)"):
+    with pytest.raises(DataError, match=r"use slimbayes.data.load_records\('mimic3', root\)"):
         load("mimic3")
     data_names = [entry.name for entry in found(tmp_path) if entry.where]
     assert "physionet2012" in data_names and "imdb" not in data_names

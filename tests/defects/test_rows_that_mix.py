@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slimbayes as sb
+from slimbayes.core.conversion import find_record
 
 METHODS = {
     "Rank1": lambda: sb.Rank1(components=2),
@@ -456,3 +457,13 @@ def test_clip_has_one_row_per_image():
     torch.testing.assert_close(draws, expected.expand(2, 3, 3), rtol=1e-4, atol=1e-5)
     predicted = sb.predict(model, **inputs, samples=3, select=lambda output: output.logits_per_image)
     assert predicted.mean.shape == (3, 3)
+
+
+def test_statistics_of_the_batch_are_no_mixing():
+    """A norm that keeps no running statistics takes the batch's in eval mode, too."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    model = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)), sb.MeanField())
+    sb.draw(model, torch.randn(6, 3), samples=3)
+    assert not any(verdict.mixed for verdict in find_record(model).verdicts.values())
+    assert not norm._forward_hooks

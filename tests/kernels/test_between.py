@@ -246,7 +246,7 @@ def gradients(net, x, call=None, seed=3):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_network(method, bias, monkeypatch):
     monkeypatch.setattr(factor_groups, "DEVICES", (DEVICE.type,))
-    monkeypatch.setattr(sb.draws, "DEVICES", (DEVICE.type,))
+    monkeypatch.setattr("slimbayes.accelerate.factor_groups.DEVICES", (DEVICE.type,))
     net = network(method, bias)
     x = torch.randn(3, 3, 6, 6, device=DEVICE)
     sb.draw(net, x)

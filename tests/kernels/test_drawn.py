@@ -119,7 +119,7 @@ def test_other_parameters_are_not_taken_for_those_of_the_draw():
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(factor_groups, "DEVICES", (DEVICE.type,))
-    monkeypatch.setattr(sb.draws, "DEVICES", (DEVICE.type,))
+    monkeypatch.setattr("slimbayes.accelerate.factor_groups.DEVICES", (DEVICE.type,))
     with fast_paths(native=False):
         yield
 

@@ -359,8 +359,8 @@ def test_a_weight_in_both_forms_has_one_noise():
     for grad in (True, False):
         with torch.set_grad_enabled(grad), context.activate(draw):
             frame = context.frame("", 6)
-            whole = rule._per_draw(model, "weight", frame)
-            alone = rule._per_draw(model, "weight", frame, centred=True)
+            whole = rule.sample_tensor(model, "weight", frame)
+            alone = rule.sample_tensor(model, "weight", frame, centred=True)
         torch.testing.assert_close(whole - model.weight, alone, rtol=1e-4, atol=1e-6)
         draw = context.Draw(1, 2, 3)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimbayes.accelerate import row_factors, switches
 from slimbayes.accelerate.convolution import convolve, is_convolution, outer_product, output_ratio
@@ -53,6 +53,8 @@ def choose_shared(op: Operation, inputs: Inputs, has_r: bool, has_s: bool, frame
     x, weight = inputs[0], op.weight
     if not switches.paths.folded or not (has_r or has_s) or x.shape[0] == 0:
         return ROWS
+    if not torch.compiler.is_compiling() and type(weight) not in (Tensor, nn.Parameter):
+        return ROWS  # a weight of 8 bits, which knows the layer's operation alone
     if op.is_matrix:
         return _choose_matrix(x, weight, has_r, has_s, frame)
     if not is_convolution(op):

@@ -212,7 +212,9 @@ class FactorGroups(FastPath):
 
 def on_gpu(layers: Layers) -> bool:
     """Whether these layers are where whole kernels pay for what few calls do elsewhere."""
-    return any([op.weight.device.type in DEVICES for _, op in layers[:1]])
+    weights = (op.weight for _, op in layers)
+    first = next((weight for weight in weights if weight is not None), None)
+    return first is not None and first.device.type in DEVICES
 
 
 def prefill(groups: list[Group], draw: Draw) -> None:

@@ -29,7 +29,7 @@ def usable(op: Operation, x: Tensor, s: Tensor | None, r: Tensor | None) -> bool
 
     Compiled, only for factors that a draw's rows share: the compiler fuses others into what is around them.
     """
-    if not (switches.paths.rows and op.is_matrix and x.device.type == "cpu"):
+    if not (switches.paths.rows and op.is_matrix and x.is_cpu):
         return False
     if torch.compiler.is_compiling():
         shared = (s is None or s.shape[2] == 1) and (r is None or r.shape[2] == 1)
@@ -40,6 +40,8 @@ def usable(op: Operation, x: Tensor, s: Tensor | None, r: Tensor | None) -> bool
     for tensor in (op.weight, op.bias, s, r):
         if tensor is not None and tensor.dtype != x.dtype:
             return False
+    if type(op.weight) not in _KNOWN and not torch.compiler.is_compiling():
+        return False  # a weight of 8 bits, which knows the layer's operation alone
     return x.is_contiguous() and x.numel() > 0 and not torch.is_autocast_enabled("cpu")
 
 

@@ -167,7 +167,7 @@ class _NormalKL(torch.autograd.Function):
 
 
 def _plain(tensor: Tensor) -> bool:
-    dense = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+    dense = tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous()
     return dense and type(tensor) in (Tensor, nn.Parameter) and torch._C._get_tracing_state() is None
 
 

@@ -102,9 +102,11 @@ def by_parameters(rule: SampledRule, op: Operation, which: str) -> tuple[Raw, Ra
 
 
 def own_prior(rule: SampledRule, source: str, fan_in: int | None) -> RawPrior | None:
-    """The numbers of a Normal prior on this tensor, unless it is another layer's, which has its own prior."""
+    """The numbers of a Normal prior on the whole tensor, unless it is another layer's, with a prior of its own."""
     if rule.prior is None or source not in (f"{rule.name}.weight", f"{rule.name}.bias"):
         return None
+    if rule.constant_row is not None and source == rule.weight_source:
+        return None  # the sample has the whole table, the KL only a part of it
     return raw_prior(rule.prior, fan_in, rule.tied_mean)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -47,11 +48,14 @@ def _from_environment() -> FastPaths:
 
 
 paths = _from_environment()
+_LOCK = threading.Lock()
+_BLOCKS: list[dict[str, bool]] = []  # that are entered, of all threads
+_OUTSIDE: dict[str, bool] = {}  # the switches outside of them
 
 
 @contextlib.contextmanager
 def fast_paths(every: bool | None = None, **switches: bool) -> Iterator[FastPaths]:
-    """Turn fast paths on or off inside the with block: all of them, or those named.
+    """Turn fast paths on or off inside the with block, in all threads: all of them, or those named.
 
     >>> with fast_paths(rows=False) as now:
     ...     now.rows, now.late
@@ -64,14 +68,22 @@ def fast_paths(every: bool | None = None, **switches: bool) -> Iterator[FastPath
     unknown = [name for name in switches if name not in names]
     if unknown:
         raise ValueError(f"no fast path is called {unknown[0]!r}; there are {', '.join(names)}")
-    before = {name: getattr(paths, name) for name in names}
     changed = {**({} if every is None else dict.fromkeys(names, every)), **switches}
+    with _LOCK:
+        if not _BLOCKS:
+            _OUTSIDE.update({name: getattr(paths, name) for name in names})
+        _BLOCKS.append(changed)
+        _set()
     try:
-        for name, value in changed.items():
-            setattr(paths, name, value)
-        refresh()
         yield paths
     finally:
-        for name, value in before.items():
-            setattr(paths, name, value)
-        refresh()
+        with _LOCK:
+            _BLOCKS[:] = [block for block in _BLOCKS if block is not changed]
+            _set()
+
+
+def _set() -> None:
+    """The switches as all blocks together say, the last first: they may end in another order in other threads."""
+    for name, value in {k: v for values in (_OUTSIDE, *_BLOCKS) for k, v in values.items()}.items():
+        setattr(paths, name, value)
+    refresh()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slimbayes.accelerate import switches
 from slimbayes.accelerate.log_sigma import exact, sum_log_sigma, value_and_gradients
 from slimbayes.core import priors
+from slimbayes.core.distributions import without_row
 from slimbayes.core.noise import transformed
 from slimbayes.core.paths import FastPath, Layers
 from slimbayes.core.posteriors import EPSILON, KTiedPosterior, NormalPosterior, Posterior, positive
@@ -46,6 +47,13 @@ class Raw:
 
     loc: Tensor
     spread: tuple[Tensor, ...]
+
+    def without_row(self, row: int | None) -> Raw:
+        """The same but for one row of the tensor."""
+        if row is None:
+            return self
+        first, *others = self.spread
+        return Raw(without_row(self.loc, row), (without_row(first, row), *others))
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -199,7 +207,7 @@ class WeightKL(FastPath):
                     continue
                 raw, prior = raw_spread(posterior, mean), raw_prior(rule.prior, fan_in, rule.tied_mean)
                 if raw is not None and prior is not None:
-                    terms[source] = raw, prior
+                    terms[source] = raw.without_row(rule.constant_row if which == "weight" else None), prior
         if terms:
             yield divergence(list(terms.values())), list(terms)
 

@@ -84,7 +84,7 @@ class Draw:
     calls: dict[str, int] = field(default_factory=dict)  # noises made so far, by source
     chosen: dict[str, Any] = field(
         default_factory=dict
-    )  # indices whose law is learned: (the law, the indices)
+    )  # indices whose law is learned: (the law, the indices, their log-probabilities)
     byproducts: dict[str, Any] = field(default_factory=dict)  # what a KL of the same weights need not redo
     prefilled: dict[str, Any] = field(default_factory=dict)  # sampled before the network ran
     noises: dict[str, Tensor] = field(default_factory=dict)  # drawn before the network ran, for one use each
@@ -114,21 +114,25 @@ class Draw:
         """The same draw for layers that run again, with what was sampled for it before the network ran."""
         return replace(self, cache={}, chosen={}, byproducts={}, prefilled=known, noises={}, again=True)
 
+    def _notes(self) -> Memory | None:
+        """What is noted for a second run: nothing in compiled code, whose graph has its recomputation inside."""
+        return None if torch.compiler.is_compiling() else self.memory
+
     def once(self, key: str, make: Callable[[], Value]) -> Value:
         """What ``make`` gives, the same for all calls in this draw."""
-        if self.again:
-            assert self.memory is not None
-            return self.memory.make_again(key, make)
+        memory = self._notes()
+        if self.again and memory is not None:
+            return memory.make_again(key, make)
         if key not in self.cache:
-            if self.memory is not None:
-                self.memory.note(key)
+            if memory is not None:
+                memory.note(key)
             self.cache[key] = make()
         made: Value = self.cache[key]
         return made
 
     def derived(self, key: str, make: Callable[[], Tensor]) -> Tensor:
         """The same of what follows from samples, with nothing random of its own."""
-        if self.memory is None:
+        if self._notes() is None:
             return self.once(key, make)
         if key in self.cache:
             known: Tensor = self.cache[key]
@@ -141,7 +145,7 @@ class Draw:
 
     def ahead(self, key: str) -> Any:
         """What was sampled for ``key`` before the network ran, or None."""
-        memory = self.memory
+        memory = self._notes()
         if memory is not None and self.again:
             return memory.early_again(key, self.prefilled) if key in memory.early else None
         value = self.prefilled.get(key)
@@ -151,13 +155,13 @@ class Draw:
 
     def stream(self, source: str) -> int:
         """The number of a noise among those of one source: a layer used again gets noise of its own."""
-        if self.again:
-            assert self.memory is not None
-            return self.memory.stream_again(source)
+        memory = self._notes()
+        if self.again and memory is not None:
+            return memory.stream_again(source)
         stream = self.calls.get(source, 0)
         self.calls[source] = stream + 1
-        if self.memory is not None:
-            self.memory.note_stream(source, stream)
+        if memory is not None:
+            memory.note_stream(source, stream)
         return stream
 
 

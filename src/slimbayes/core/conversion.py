@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slimbayes.core.memory import Footprint
 from slimbayes.core.methods.base import Method
+from slimbayes.core.modes import Modes
 from slimbayes.core.sharded import have_company, is_shared_out
 from slimbayes.core.walk import Layers, Survey, modules, walk
 
@@ -41,6 +42,7 @@ class Record:
     footprints: dict[Any, Footprint | None] = field(default_factory=dict)  # memory of a pass, likewise
     baseline: Tensor = field(default_factory=lambda: torch.zeros(()))  # running nll, for learned mixing
     survey: Survey | None = None  # the modules, as last seen
+    modes: Modes = field(default_factory=Modes)  # in which threads run it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         return replace(
@@ -54,6 +56,7 @@ class Record:
             footprints={},
             baseline=torch.zeros(()),
             survey=None,
+            modes=Modes(),
         )
 
     def __getstate__(self) -> dict[str, Any]:

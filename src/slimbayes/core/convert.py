@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
 
 from slimbayes.core.conversion import ATTRIBUTE, Record
-from slimbayes.core.layers.base import Converted, expand_saved
+from slimbayes.core.fitness import check_not_computed, check_not_lazy, explain_network
+from slimbayes.core.layers.base import Converted, constant_row, expand_saved
 from slimbayes.core.layers.dropout import ACTIVE
 from slimbayes.core.layers.ensemble import Ensembled, ensemble
 from slimbayes.core.layers.table import converted_class
@@ -27,6 +29,7 @@ from slimbayes.core.selection import (
     read_rules,
 )
 from slimbayes.core.sharded import gathered, same_noise, wraps
+from slimbayes.core.walk import walk
 from slimbayes.sequences.kernels import Several
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -56,10 +59,15 @@ def bayesianize(
         raise TypeError(f"bayesianize converts a torch.nn.Module, got {type(model).__name__}")
     _check_unconverted(model)
     _check_unwrapped(model)
+    check_not_lazy(model)
     rules = read_rules(method, include)
     plan = make_plan(model, rules, exclude)
-    with all_or_nothing(model), same_noise(list(model.modules())):
-        _apply_plan(model, plan, [rule[1] for rule in rules])
+    try:
+        with all_or_nothing(model), same_noise(list(model.modules())):
+            _apply_plan(model, plan, [rule[1] for rule in rules])
+    except Exception as error:
+        explain_network(model, error)
+        raise
     return model
 
 
@@ -125,12 +133,20 @@ def _apply_plan(model: nn.Module, plan: Plan, methods: list[Method]) -> None:
     for name, index in plan.wholes.items():
         method = methods[index]
         assert isinstance(method, DeepEnsemble)
+        if method.reinitialize is True:
+            for inner, part in modules[name].named_modules(prefix=name):
+                check_not_computed(
+                    part,
+                    inner,
+                    "reset_parameters, which draws DeepEnsemble's members, misses those",
+                )
         with gathered(modules[name], shared.gathered):
             ensemble(name or type(model).__name__, modules[name], method.members, method.resetter(model))
     for name, index in plan.layers.items():
         with gathered(modules[name], shared.gathered):
             _convert_layer(modules[name], name, methods[index], shared)
     _relink_aliases(model, shared)
+    _find_constant_rows(model)
     for name in plan.dropouts:
         modules[name].__class__ = ACTIVE[type(modules[name])]
         modules[name].source = name or "dropout"
@@ -181,6 +197,17 @@ def _relink_aliases(model: nn.Module, shared: Shared) -> None:
             if new is not None and new is not parameter:
                 module._parameters[key] = new
                 module.register_load_state_dict_pre_hook(_expand_alias)
+
+
+def _find_constant_rows(model: nn.Module) -> None:
+    """A padding row is never random, and is in no KL; but where a layer without padding has the same weight."""
+    layers = [layer for _, layer in walk(model) if layer.weight is not None]
+    rows = defaultdict(set)
+    for layer in layers:
+        rows[id(layer.weight)].add(constant_row(layer))
+    for layer in layers:
+        if len(rows[id(layer.weight)]) == 1:
+            layer.bayes.constant_row = constant_row(layer)
 
 
 def _expand_alias(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

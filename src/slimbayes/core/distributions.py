@@ -202,4 +202,16 @@ class Patch(td.Distribution):
         return first + shift
 
 
+def without_row(tensor: Tensor, row: int | None, axis: int = 0) -> Tensor:
+    """The tensor but for one row of an axis; itself where that is None.
+
+    >>> without_row(torch.tensor([5.0, 6.0, 7.0]), 1).tolist()
+    [5.0, 7.0]
+    """
+    if row is None:
+        return tensor
+    parts = tensor.narrow(axis, 0, row), tensor.narrow(axis, row + 1, tensor.shape[axis] - row - 1)
+    return torch.cat(parts, axis)
+
+
 Spread = Normal | Cauchy | LogNormal | HalfCauchy | Delta | ScaledBernoulli | KTiedNormal

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from slimbayes.core.context import Draw, Supply, choose_components
 from slimbayes.core.conversion import Record, converted_layers, every_module, find_record, shared_out, unwrap
 from slimbayes.core.facts import facts_for, leave_all, leave_facts, remembers
+from slimbayes.core.fitness import check_not_meta, explain_network
 from slimbayes.core.passes import Place, one_pass, places, stack
 from slimbayes.core.paths import ASKED, first
 from slimbayes.core.plan import Plan
@@ -23,6 +24,8 @@ from slimbayes.core.row_mixing import in_passes
 from slimbayes.core.rows import FlatInputs, flatten_inputs, may_be_split, run, unfold
 from slimbayes.core.second_runs import Memory
 from slimbayes.core.sharded import agreed, same_noise
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def draw(
@@ -171,6 +174,23 @@ def draw_flat(model: nn.Module, flat: FlatInputs, plan: Plan, course: Any = None
             with contextlib.closing(own):
                 return draw_flat(model, flat, plan, own)
     record = find_record(model)
+    try:
+        with _mode(model, record, plan.evaluated):
+            return _draw_in_mode(model, record, flat, plan, course)
+    except Exception as error:
+        explain_network(unwrap(model), error)
+        raise
+
+
+def _mode(model: nn.Module, record: Record, evaluated: bool) -> contextlib.AbstractContextManager[None]:
+    """The mode that the network is in, kept from the predictions of other threads; ``evaluated``: it is one itself."""
+    if evaluated or torch.compiler.is_compiling():
+        return _NOTHING
+    alone = not record.modes.evaluations and not unwrap(model).training
+    return _NOTHING if alone else record.modes.passing
+
+
+def _draw_in_mode(model: nn.Module, record: Record, flat: FlatInputs, plan: Plan, course: Any) -> Any:
     now = _start(model, record, flat, plan)
     if in_passes(model, record, flat, now, plan.layout):
         return _passes(model, record, flat, now, places(now), course)
@@ -192,10 +212,13 @@ def _pass(model: nn.Module, flat: FlatInputs, now: Draw, repeats: int, course: A
     """The output for all rows of a draw: the inputs, repeated so often."""
     args, kwargs = flat.tile(repeats)
     now.memory = Memory(now.seed is not None) if remembers() else None
-    prepare(model, now, course)
     shared = shared_out(model)
-    with same_noise(every_module(unwrap(model)), by_data=True) if shared else contextlib.nullcontext():
-        return run(model, args, kwargs, flat, now)
+    prepare(model, now, course)
+    with same_noise(every_module(unwrap(model)), by_data=True) if shared else _NOTHING:
+        output = run(model, args, kwargs, flat, now)
+    if type(output) is Tensor and output.is_meta:
+        check_not_meta(unwrap(model))
+    return output
 
 
 def _passes(
@@ -218,6 +241,11 @@ def _draw_split(model: nn.Module, record: Record, flat: FlatInputs, plan: Plan) 
     """One draw of every example, whose rows the components share: [1, batch, ...]."""
     _refuse_data_parallel(model)
     plan.check()
+    with _mode(model, record, False):
+        return _split_in_mode(model, record, flat, plan)
+
+
+def _split_in_mode(model: nn.Module, record: Record, flat: FlatInputs, plan: Plan) -> Any:
     components, ids = _active_components(unwrap(model), record, flat.leaves, None)
     if flat.batch % components != 0:
         raise ValueError(

@@ -115,7 +115,9 @@ def leave_facts(output: Any, record: object, now: Draw, facts: Facts | None = No
     """The outputs of a draw, which lead to its facts from here on; ``facts`` where it is one pass of several."""
     if not torch.is_grad_enabled():
         return output
-    log_probs = [mixing.log_prob(index) for mixing, index in now.chosen.values()]
+    log_probs = [
+        mixing.log_prob(index) if value is None else value for mixing, index, value in now.chosen.values()
+    ]
     whole = facts is None
     facts = facts_for(record) if facts is None else facts
     facts.passes.append(log_probs)

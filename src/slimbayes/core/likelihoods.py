@@ -434,11 +434,20 @@ def _looks_at(draws: Tensor) -> bool:
     To look at a value is to wait for the GPU, which then waits for the next step to be prepared: there only the
     first two steps and every hundredth are checked.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(draws) or _LOOKS.off:
+    if torch.compiler.is_compiling() or _LOOKS.off or _is_batched(draws):
         return False
     if not draws.is_cuda or not draws.requires_grad:
         return not (draws.is_cuda and torch.cuda.is_current_stream_capturing())
     return _steps[0] % _EVERY in (1, 2) and not torch.cuda.is_current_stream_capturing()
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Whether a tensor stands for many under vmap, itself or below the layers of other transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
 
 
 def _check_types(draws: object, targets: object, likelihood: Likelihood, axes: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from slimbayes.core import distributions as d
 from slimbayes.core.conversion import Record, converted_layers, every_module, find_record, shared_out, unwrap
 from slimbayes.core.facts import Facts, facts_of, sums_of_trace
+from slimbayes.core.fitness import check_not_meta, explain_network
 from slimbayes.core.kl import mixture_kl, total_kl
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.likelihoods import Categorical, Likelihood, check_likelihood
@@ -46,10 +47,16 @@ def kl(model: nn.Module) -> Tensor:
 
 def _whole_kl(model: nn.Module, record: Record, byproducts: list[Any]) -> Tensor:
     like = _any_parameter(model)
-    if not torch.is_autocast_enabled(like.device.type):
-        return _kl(model, record, like, byproducts)
-    with torch.autocast(device_type=like.device.type, enabled=False):
-        return _kl(model, record, like, byproducts)
+    if like.is_meta:
+        check_not_meta(unwrap(model))
+    try:
+        if not torch.is_autocast_enabled(like.device.type):
+            return _kl(model, record, like, byproducts)
+        with torch.autocast(device_type=like.device.type, enabled=False):
+            return _kl(model, record, like, byproducts)
+    except NotImplementedError as error:
+        explain_network(unwrap(model), error)
+        raise
 
 
 def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any]) -> Tensor:
@@ -160,9 +167,13 @@ def _shared_priors(
         return
     converted = {id(p) for layer in layers for p in (*layer.parameters(), layer.weight, layer.bias)}
     rest = [(n, p) for n, p in unwrap(model).named_parameters() if id(p) not in converted and _trains(p)]
+    tables = [
+        module for module in unwrap(model).modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    ]
+    padding = {id(table.weight): table.padding_idx for table in tables}
     for prior in shared:
         for name, parameter in rest:
-            yield name, parameter, prior
+            yield name, d.without_row(parameter, padding.get(id(parameter))), prior
 
 
 def _trains(parameter: Tensor) -> bool:

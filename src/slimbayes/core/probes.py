@@ -10,43 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.core.context import Draw, RowError, activate
-from slimbayes.core.conversion import Record, every_module
+from slimbayes.core.conversion import ATTRIBUTE, Record, every_module
 from slimbayes.core.memory import out_of_memory
+from slimbayes.core.modes import evaluating_alone
 from slimbayes.core.rows import FlatInputs, unfold
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode and restore every module's own mode afterwards."""
+def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The model in eval mode, with every module's own mode restored after the last thread that wants it so."""
     every = every_module(model)
-    training = [module for module in every if module.training]
-    if not training:
-        yield
-        return
-    evaluated = [module for module in every if not module.training]
-    # What train() does but for its look at every attribute that is set: a fifth of a small network's prediction.
-    plain = all([_is_plain(module) for module in every])
-    if plain:
-        for module in training:
-            module.__dict__["training"] = False
-    else:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            if not module.training:
-                module.training = True
-        for module in evaluated:
-            if module.training:
-                module.training = False
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module's mode is its flag and nothing else."""
-    kind = type(module)
-    own = kind.train is nn.Module.train and kind.eval is nn.Module.eval
-    return own and not isinstance(module, torch.jit.ScriptModule) and "train" not in vars(module)
+    record: Record | None = model.__dict__.get(ATTRIBUTE)
+    if record is None:  # in a module inside, or not converted
+        record = next((module.__dict__[ATTRIBUTE] for module in every if ATTRIBUTE in module.__dict__), None)
+    if record is None or torch.compiler.is_compiling():
+        return evaluating_alone(model, every)
+    return record.modes.evaluating(model, every)
 
 
 @contextlib.contextmanager
@@ -57,7 +35,7 @@ def kept(model: nn.Module, leaves: list[Any]) -> Iterator[None]:
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
+        if buffer is not None and not buffer.is_meta
     ]
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):

@@ -53,6 +53,7 @@ def in_passes(model: nn.Module, record: Record, flat: FlatInputs, now: Draw, lay
         return True
     if verdict.table is not None:
         layer, rows = verdict.table
+        record.verdicts.pop(_kind(flat), None)  # an error may be mended: the next draw looks again
         raise RowError(row_message(layer, rows, now))
     return False
 
@@ -83,7 +84,7 @@ def _visit(model: nn.Module, record: Record, flat: FlatInputs, kind: tuple[Any, 
     inner = unwrap(model)
     if kind is None or not _may_run(model, inner, flat):
         return Verdict(record.mixed)
-    with torch.no_grad(), evaluating(inner), _uncompiled():
+    with torch.no_grad(), evaluating(inner), _uncompiled(), _no_batch_statistics(inner):
         found = _few_rows(inner, record, flat) if _may_be_cut(inner, flat) else None
         if found is None:
             found = _compared(inner, record, flat)
@@ -108,7 +109,8 @@ def _may_run(model: nn.Module, inner: nn.Module, flat: FlatInputs) -> bool:
     on_gpu = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in flat.leaves)
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return False
-    return not any(type(p).__name__ == "DTensor" for p in inner.parameters())
+    tensors = [*inner.parameters(), *inner.buffers()]
+    return not any(type(t).__name__ == "DTensor" or t.is_meta for t in tensors)
 
 
 @contextlib.contextmanager
@@ -119,6 +121,21 @@ def _uncompiled() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextlib.contextmanager
+def _no_batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Norms that take the batch's statistics in eval mode hand on what they get: such statistics are no mixing."""
+    hooks = [
+        module.register_forward_hook(lambda norm, given, output: given[0])
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _may_be_cut(model: nn.Module, flat: FlatInputs) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from slimbayes.core.fitness import check_norm_of_several
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.sharded import is_shared_out
 from slimbayes.sequences.kernels import Several
@@ -34,6 +35,8 @@ class Survey:
             [model, *self.below]
         )  # fully_shard changes types, and so asks for another look
         self.layers = [(name, None if layer is model else layer) for name, layer in walk(model)]
+        for name, layer in walk(model):
+            check_norm_of_several(layer, name)
 
     def holds(self, model: nn.Module) -> bool:
         """Whether every module has its type and its children still."""

@@ -30,7 +30,7 @@ _RETYPED: tuple[type[nn.Module], ...] = (Converted, Several, Ensembled, *ACTIVE.
 # What conversion gives to a module beside its class, its rule and its tensors.
 _ADDED = (
     "component_tensors", "kernels", "source", "members", "ensemble_name", "_tensor_names", "_tied", "_batched",
-    "_member", "settled_token", "settled_weight", "settled_bias",
+    "_in_use", "settled_token", "settled_weight", "settled_bias",
 )  # fmt: skip
 _CHANGED = ("_qkv_same_embed_dim", "_flat_weights")
 
@@ -274,7 +274,7 @@ def _retype(module: nn.Module) -> _Taken:
     taken = {key: own[key] for key in (*_ADDED, *_CHANGED) if key in own and not key.startswith("settled_")}
     for key in _ADDED:
         own.pop(key, None)
-    module.__class__ = taken["_member"][0].original if isinstance(module, Ensembled) else kind.__bases__[-1]
+    module.__class__ = kind.plain_type if issubclass(kind, Ensembled) else kind.__bases__[-1]
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
         module.flatten_parameters()

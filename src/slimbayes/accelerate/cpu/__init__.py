@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sysconfig
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from slimbayes.accelerate import switches
 
 KINDS = ("normal", "uniform", "cauchy", "sign")  # in the order of noise.c
+_FLOAT32 = torch.float32
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _UINT, _ULONG, _FLOAT = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
@@ -82,6 +84,102 @@ def _openmp() -> int | None:
     return None
 
 
+def addresses(
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    layout: Callable[[Tensor], bool] | None = None,
+) -> list[int]:
+    """Where the kernels find so many float32 numbers of each tensor; 0 for what there is not.
+
+    They are contiguous, or as ``layout`` allows.
+
+    Whatever others made passes here on its way into C, which reads and writes what is, or is not, at an address.
+
+    >>> len(addresses([torch.zeros(3), None], [3, 3]))
+    2
+    >>> addresses([torch.zeros(3, device="meta")], [3])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    TypeError: a CPU kernel was handed a float32 tensor of shape (3,) on the device "meta", ...
+    """
+    found = []
+    for tensor, size in zip(tensors, numbers):  # noqa: B905  # asked a hundred times in a small network's step
+        place = 0
+        if tensor is not None:
+            if tensor.is_cpu and tensor.dtype is _FLOAT32 and tensor.numel() == size:  # noqa: SIM102
+                if tensor.is_contiguous() or (layout is not None and layout(tensor)):
+                    try:
+                        # Of the views that leave a sign to their readers, imag of conj, only one number is contiguous.
+                        place = tensor.data_ptr() if size > 1 or not tensor.is_neg() else 0
+                    except RuntimeError:  # it stands for others: under vmap and grad
+                        place = 0
+            if not place and (size or tensor.numel()):
+                raise _refusal(tensor, size)
+        found.append(place)
+    return found
+
+
+def address(tensor: Tensor | None, size: int, layout: Callable[[Tensor], bool] = Tensor.is_contiguous) -> int:
+    """``addresses`` of one tensor.
+
+    >>> address(None, 3), address(torch.zeros(3), 3) > 0
+    (0, True)
+    """
+    return addresses((tensor,), (size,), layout)[0]
+
+
+def new(tensor: Tensor | None) -> int:
+    """The address of a tensor that the caller has just made in the likeness of one that passed ``addresses``.
+
+    >>> new(None)
+    0
+    """
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether its numbers fill their memory without gaps, in any order of the axes.
+
+    >>> dense(torch.zeros(2, 3, 4).movedim(1, 2)), dense(torch.zeros(3, 4)[:, :2])
+    (True, False)
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _refusal(tensor: Tensor, numbers: int) -> Exception:
+    """What is wrong with a tensor that the kernels cannot take, and what to do."""
+    kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    what = f"a CPU kernel was handed a {kind} tensor of shape {shape}"
+    if tensor.is_meta:
+        return TypeError(
+            f'{what} on the device "meta", where tensors have no values: build the network on the device of its '
+            f"inputs, or give it memory there, model.to_empty(device=...), and load its weights"
+        )
+    if not tensor.is_cpu:
+        return TypeError(
+            f'{what} on the device "{tensor.device}": move the model and its inputs to one device, model.to(...)'
+        )
+    if tensor.dtype == _FLOAT32 and tensor.numel() != numbers:
+        return RuntimeError(
+            f"{what}, where it takes {numbers} numbers: the layer's input and its parameters do not fit together"
+        )
+    if tensor.dtype == _FLOAT32 and tensor.is_contiguous():
+        return TypeError(
+            f"{what} that has no memory of its own ({type(tensor).__name__}, as under torch.func): turn the kernels "
+            f"off there, sb.fast_paths(native=False)"
+        )
+    return TypeError(
+        f"{what} and strides {tensor.stride()}, where it takes float32 numbers that lie side by side: please report "
+        f"it, and turn the kernels off meanwhile, sb.fast_paths(native=False)"
+    )
+
+
 def noise(out: Tensor, kind: str, seed: int, stream: int = 0) -> bool:
     """Fill a contiguous float32 tensor on the CPU with standard noise; False if there are no kernels to do it.
 
@@ -102,6 +200,11 @@ def noise(out: Tensor, kind: str, seed: int, stream: int = 0) -> bool:
     if kernels is None:
         return False
     kernels.slimbayes_noise(
-        out.data_ptr(), out.numel(), KINDS.index(kind), seed, stream, torch.get_num_threads()
+        *addresses([out], [out.numel()], dense),
+        out.numel(),
+        KINDS.index(kind),
+        seed,
+        stream,
+        torch.get_num_threads(),
     )
     return True

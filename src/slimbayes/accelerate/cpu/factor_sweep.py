@@ -43,7 +43,7 @@ def usable(op: Operation, x: Tensor, frame: Frame) -> bool:
     """Whether kernels may take this layer: plain float32 rows on the CPU, in eager code."""
     if torch.compiler.is_compiling() or cpu.library() is None or type(x) is not Tensor:
         return False
-    if x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() == 0 or frame.noise == "mean":
+    if not x.is_cpu or x.dtype != torch.float32 or x.numel() == 0 or frame.noise == "mean":
         return False
     if not (switches.paths.rows and switches.paths.factors) or torch.is_autocast_enabled("cpu"):
         return False
@@ -116,7 +116,7 @@ def by_kernels(loc: Tensor, family: str) -> bool:
 
 def _plain(tensor: Tensor) -> bool:
     kind = type(tensor)
-    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and kind in (Tensor, nn.Parameter)
+    return tensor.dtype == torch.float32 and tensor.is_cpu and kind in (Tensor, nn.Parameter)
 
 
 def _new_seed() -> Tensor:

@@ -65,8 +65,9 @@ class LSTMLayers(FastPath):
         reverse: bool,
     ) -> Pair | None:
         """An LSTM's outputs and last state; without gradients x may have the rows of one draw, which stand for all."""
-        fits = len(state[0]) == x.shape[1] or (ih.inner is not None and not torch.is_grad_enabled())
-        if mode != "LSTM" or not fits or not usable(ih, hh, x, state):
+        if mode != "LSTM" or not usable(ih, hh, x, state):
+            return None
+        if state[0].shape[0] != x.shape[1] and (ih.inner is None or torch.is_grad_enabled()):
             return None
         if mask is None:
             return run(x, state[0], state[1], ih, hh, reverse)

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from slimbayes.accelerate import cpu
+from slimbayes.accelerate.cpu import addresses, dense, new
 
 KINDS = ("point", "normal", "cauchy")  # in the order of rows.c
+_KIND = {kind: number for number, kind in enumerate(KINDS)}
+_NONE = (None, None, None)
 _PIECE = 32768  # elements that one thread folds at a time
 
 
@@ -51,8 +54,7 @@ def product(
     >>> product(x, loc, None, None, Source("point", 4), Shape(1, 1, True, 4), out)[0].tolist()
     [2.0, 3.0, 4.0]
     """
-    scale = None if rho is None else torch.empty_like(loc)
-    _sweep(x, None, out, loc, rho, bias, None, None, None, scale, None, source, shape)
+    _sweep((x, None, out, loc, rho, bias), _NONE, source, shape)
     return out
 
 
@@ -70,44 +72,43 @@ def gradients(
 
     With t = Σ g∘x over a line's positions, 0 where f was clipped: dloc = Σ t, dρ = σ'(ρ) ∘ Σ t∘ε, db = Σ g.
     """
-    scale = None if rho is None else torch.empty_like(loc)
-    made = [torch.empty_like(loc) if need else None for need in needs]
-    if rho is None:
-        made[1] = None
-    slots = None
-    if any(needs):
-        size = _slots(loc.shape[0], source.lines, shape.rows, shape.inner, loc.shape[1])
-        slots = loc.new_empty(size)
-    _sweep(x, grad, out, loc, rho, None, made[0], made[1], made[2], scale, slots, source, shape)
-    return made[0], made[1], made[2]
+    made = (
+        torch.empty_like(loc) if needs[0] else None,
+        torch.empty_like(loc) if needs[1] and rho is not None else None,
+        torch.empty_like(loc) if needs[2] else None,
+    )
+    _sweep((x, grad, out, loc, rho, None), made if any(needs) else _NONE, source, shape)
+    return made
 
 
 def _sweep(
-    x: Tensor,
-    grad: Tensor | None,
-    out: Tensor | None,
-    loc: Tensor,
-    rho: Tensor | None,
-    bias: Tensor | None,
-    grad_loc: Tensor | None,
-    grad_rho: Tensor | None,
-    grad_bias: Tensor | None,
-    scale: Tensor | None,
-    slots: Tensor | None,
+    given: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None],
+    made: tuple[Tensor | None, Tensor | None, Tensor | None],
     source: Source,
     shape: Shape,
 ) -> None:
-    tensors = (x, grad, out, loc, rho, bias, grad_loc, grad_rho, grad_bias, scale, slots)
+    """x, g, out, loc, ρ and b are given; the gradients of the last three are made."""
+    loc, rho = given[3:5]
+    components, channels = loc.shape
+    each, of_loc = shape.inner * channels, components * channels
+    rows = components * source.lines * shape.rows * each
+    places = addresses(given, (shape.source * each, rows, rows, of_loc, of_loc, of_loc), dense)
+    slots = 0 if made is _NONE else _slots(components, source.lines, shape.rows, shape.inner, channels)
+    room = None if rho is None and not slots else loc.new_empty(of_loc + slots)  # of σ, and of sums
+    start = new(room)
     _kernels().slimbayes_sweep(
-        *[None if tensor is None else tensor.data_ptr() for tensor in tensors],
-        loc.shape[0],
+        *places,
+        *(made if made is _NONE else map(new, made)),
+        None if rho is None else start,
+        start + 4 * of_loc if slots else None,
+        components,
         source.lines,
         shape.rows,
         shape.inner,
-        loc.shape[1],
+        channels,
         shape.source,
         shape.last,
-        KINDS.index(source.kind),
+        _KIND[source.kind],
         math.inf if source.clip is None else source.clip,
         source.seed,
         source.stream,
@@ -119,9 +120,9 @@ def noise(source: Source, loc: Tensor) -> Tensor:
     """ε [components, lines, channels] of a factor, as the products make it."""
     made = loc.new_empty(loc.shape[0], source.lines, loc.shape[1])
     _kernels().slimbayes_factor(
-        made.data_ptr(),
+        *addresses([made], [made.numel()]),
         *made.shape,
-        KINDS.index(source.kind),
+        _KIND[source.kind],
         source.seed,
         source.stream,
         torch.get_num_threads(),
@@ -153,9 +154,11 @@ def fold(
     draws, lines, width = own.shape
     run = max(1, _PIECE // (draws * width))
     slots = None if grad_r is None else weight.new_empty(-(-lines // run), draws, width)
-    tensors = (own, weight, left, right, grad_w, grad_l, grad_r, slots)
+    down, across, whole = draws * lines, draws * width, lines * width
+    given = (own, weight, left, right, grad_w, grad_l, grad_r)
     _kernels().slimbayes_fold(
-        *[None if tensor is None else tensor.data_ptr() for tensor in tensors],
+        *addresses(given, (draws * whole, whole, down, across, whole, down, across)),
+        new(slots),
         draws,
         lines,
         width,
@@ -179,7 +182,8 @@ def normal_kl_gradients(
 ) -> list[Tensor]:
     """Its gradients, times ``grad``: of all locations, then of all ρ."""
     made = [torch.empty_like(tensor) for tensor in (*locs, *rhos)]
-    outputs = [_pointers(part) for part in (made[: len(locs)], made[len(locs) :])]
+    places = [*map(new, made)]
+    outputs = [_pointers(part) for part in (places[: len(locs)], places[len(locs) :])]
     _kernels().slimbayes_normal_kl_gradients(
         *_arrays(locs, rhos), len(locs), centre, precision, grad, *outputs, torch.get_num_threads()
     )
@@ -187,12 +191,13 @@ def normal_kl_gradients(
 
 
 def _arrays(locs: Sequence[Tensor], rhos: Sequence[Tensor]) -> tuple[Any, Any, Any]:
-    counts = (ctypes.c_int64 * len(locs))(*[loc.numel() for loc in locs])
-    return _pointers(locs), _pointers(rhos), counts
+    count, numbers = len(locs), [loc.numel() for loc in locs]
+    places = addresses([*locs, *rhos], numbers * 2)
+    return _pointers(places[:count]), _pointers(places[count:]), (ctypes.c_int64 * count)(*numbers)
 
 
-def _pointers(tensors: Sequence[Tensor]) -> Any:
-    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+def _pointers(places: Sequence[int]) -> Any:
+    return (ctypes.c_void_p * len(places))(*places)
 
 
 @lru_cache(1024)

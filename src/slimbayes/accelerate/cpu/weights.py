@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.accelerate import cpu, switches
+from slimbayes.accelerate.cpu import addresses, new
 
 _RANDOM = struct.Struct("=13q4d")  # what weights.c calls Random
 _FEWEST = 1 << 15  # numbers below which a second thread costs more than it does
@@ -79,16 +80,17 @@ def sample(
     (torch.Size([1, 2, 3]), 6, -97)
     """
     words, made = [], []
+    shapes = _shapes(groups)
     for i, (group, alone) in enumerate(zip(groups, centred, strict=True)):
         mean = group[0]
         out = mean.new_empty((draws, *mean.shape)) if axis else torch.empty_like(mean)
         made.append(out)
         centre = 0.0 if centres is None else centres[i]
-        shape = _shape(group)
+        shape = shapes[i]
         words.append(
             _RANDOM.pack(
                 *shape[:3],
-                out.data_ptr(),
+                new(out),
                 0,
                 0,
                 0,
@@ -124,22 +126,21 @@ def gradients(
     """Gradients of all parameters, group by group, from those of the samples, with a KL's; None where not needed."""
     words: list[bytes] = []
     found: list[Tensor | None] = []
-    kept = []  # what the kernel reads
+    shapes = _shapes(groups)
+    kept = [None if grad is None else grad.contiguous() for grad in grads]  # what the kernel reads
+    places = addresses(kept, [draws * group[0].numel() for group in groups])
     for i, group in enumerate(groups):
-        grad, need = grads[i], needs[i]
-        if grad is not None:
-            grad = grad.contiguous()
-            kept.append(grad)
+        need, shape = needs[i], shapes[i]
         mean = torch.empty_like(group[0]) if need[0] else None
         spread = [torch.empty_like(tensor) for tensor in group[1:]] if any(need[1:]) else []
-        places = [0 if mean is None else mean.data_ptr(), *[tensor.data_ptr() for tensor in spread], 0, 0]
-        shape = _shape(group)
         words.append(
             _RANDOM.pack(
                 *shape[:3],
                 0,
-                0 if grad is None else grad.data_ptr(),
-                *places[:3],
+                places[i],
+                new(mean),
+                new(spread[0]) if spread else 0,
+                new(spread[1]) if len(spread) > 1 else 0,
                 *shape[3:],
                 first_stream + i * draws,
                 centred[i],
@@ -163,18 +164,34 @@ def noise_of(like: Tensor, draws: int, seed: int, stream: int) -> Tensor:
     out = like.new_empty((draws, *like.shape))
     kernels, threads = _kernels(), torch.get_num_threads()
     for draw in range(draws):
-        kernels.slimbayes_noise(out[draw].data_ptr(), like.numel(), 0, seed, stream + draw, threads)
+        (place,) = addresses([out[draw]], [like.numel()])
+        kernels.slimbayes_noise(place, like.numel(), 0, seed, stream + draw, threads)
     return out
 
 
-def _shape(group: Parameters) -> tuple[int, ...]:
-    """Pointers, rows, columns and rank of one tensor."""
-    if len(group) == 2:
-        mean, rho = group
-        return mean.data_ptr(), rho.data_ptr(), 0, 1, mean.numel(), 0
-    mean, log_u, log_v = group
-    rows, rank = log_u.shape
-    return mean.data_ptr(), log_u.data_ptr(), log_v.data_ptr(), rows, len(log_v), rank
+def _shapes(groups: Sequence[Parameters]) -> list[tuple[int, ...]]:
+    """Pointers, rows, columns and rank of every tensor."""
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    shapes: list[tuple[int, ...]] = []
+    for group in groups:
+        tensors += group
+        if len(group) == 2:
+            count = group[0].numel()
+            numbers += (count, count)
+            shapes.append((1, count, 0))
+        else:
+            (rows, rank), columns = group[1].shape, len(group[2])
+            numbers += (rows * columns, rows * rank, columns * rank)
+            shapes.append((rows, columns, rank))
+    places = addresses(tensors, numbers)
+    found: list[tuple[int, ...]] = []
+    start = 0
+    for group, shape in zip(groups, shapes, strict=True):
+        end = start + len(group)
+        found.append((*places[start:end], *shape) if end - start == 3 else (*places[start:end], 0, *shape))
+        start = end
+    return found
 
 
 def _threads(groups: Sequence[Parameters], draws: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.core.context import Draw, current_draw, late_draw, repeat_rows
+from slimbayes.core.fitness import SEVERAL
 from slimbayes.core.rules.base import Operation, Rule
 from slimbayes.core.sharded import is_sharded, run_whole
 
@@ -54,6 +55,12 @@ class Converted(Loading, Operation, ABC):
                 f"method)"
             )
         super().register_parameter(name, param)
+
+    def register_forward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, but for the norm of several weights taken for one."""
+        if type(hook).__name__ == "SpectralNorm" and self.component_tensors:
+            raise ValueError(SEVERAL.format(self.bayes.name))
+        return super().register_forward_pre_hook(hook, *args, **kwargs)
 
     def replace(self, which: str, new: nn.Parameter) -> None:
         """Put another parameter in the place of the "weight" or "bias"."""

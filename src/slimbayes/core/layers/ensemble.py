@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -15,18 +17,21 @@ from torch.utils import _pytree as pytree
 
 from slimbayes.accelerate.members import allowed, kind_of_call, run_batched, small, works
 from slimbayes.core import context
+from slimbayes.core.fitness import computed
 from slimbayes.core.layers.base import expand_saved
+from slimbayes.core.layers.tensor_versions import InUse, watch
 from slimbayes.core.rules.groups import join_members, run_members
 from slimbayes.core.sharded import wraps
 
+_ALONE = threading.RLock()
+
 
 class _Member(nn.Module):
-    """The module as it was before it was retyped: calls the original class's forward."""
+    """A module as it was before it was retyped, for ``functional_call``."""
 
     def __init__(self, module: nn.Module, original: type[nn.Module]) -> None:
         super().__init__()
-        self.module = module
-        self.original = original
+        self.module, self.original = module, original
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.original.forward(self.module, *args, **kwargs)
@@ -56,7 +61,7 @@ def _run_sharded(root: Ensembled, k: int, args: tuple[Any, ...], kwargs: dict[st
             vars(module)["forward"] = lambda *a, module=module, kind=kind, **named: run(
                 module, kind, a, named
             )
-        return run(root, root._member[0].original, args, kwargs)
+        return run(root, root.plain_type, args, kwargs)
     finally:
         for module in wrapped:
             vars(module).pop("forward", None)
@@ -70,7 +75,8 @@ class Ensembled(nn.Module):
     _tensor_names: tuple[str, ...]
     _tied: tuple[tuple[str, str], ...] = ()  # further places of these tensors, in other modules
     _batched: dict[str, bool]  # by kind of call
-    _member: tuple[_Member]  # in a tuple, so that torch does not register it as a child of its own child
+    _in_use: InUse
+    plain_type: type[nn.Module]  # as the module was before it was retyped
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run every member on its own rows, component-major."""
@@ -82,17 +88,27 @@ class Ensembled(nn.Module):
         frame = context.frame(self.ensemble_name, rows * repeats, self.members)
         if any([wraps(module) for module in self.modules() if module is not self]):
             return run_members(partial(_run_sharded, self), frame.components, rows, args, kwargs)
-        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        stacked = {name: tensors[name] for name in self._tensor_names}
+        places = {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
+        gone = [name for name in self._tensor_names if name not in places]
+        if gone:
+            raise ValueError(
+                f"tensor {gone[0]!r} of the ensemble {self.ensemble_name!r} has been replaced since the conversion "
+                f"(weight_norm, spectral_norm, prune or a parametrization make it from others): change the network "
+                f"first, and convert it then, DeepEnsemble(reinitialize=False) or with a function of your own"
+            )
+        stacked = {name: places[name] for name in self._tensor_names}
 
         def use(
             tensors: dict[str, Tensor], member_args: tuple[Any, ...], member_kwargs: dict[str, Any]
         ) -> Any:
-            own = {f"module.{name}": value for name, value in tensors.items()}
-            # Not by |=, which the compiler of torch 2.6 does not know for dicts.
-            own.update({f"module.{place}": tensors[name] for place, name in self._tied})
-            # torch's own search for ties leaves a module that has two names with the member's tensors.
-            return functional_call(self._member[0], own, member_args, member_kwargs, tie_weights=False)
+            own = {id(places[name]): value for name, value in tensors.items()}
+            for place, name in self._tied:
+                own[id(places[place])] = tensors[name]
+            with self._in_use.using(own), self._alone():
+                return self.plain_type.forward(self, *member_args, **member_kwargs)
 
         first = 0 if frame.draw is None else frame.draw.first_component
 
@@ -113,12 +129,17 @@ class Ensembled(nn.Module):
             output = run_members(call, frame.components, rows, args, kwargs)
         return output if late is None else late.result(output)
 
+    def _alone(self) -> contextlib.AbstractContextManager[Any]:
+        """torch's recurrent layers and computed weights leave tensors of a call in a module: one thread at a time."""
+        leaves = any([isinstance(m, nn.RNNBase) or bool(m._forward_pre_hooks) for m in self.modules()])
+        return _ALONE if leaves and not torch.compiler.is_compiling() else contextlib.nullcontext()
+
     def _can_batch(
         self, kind: str, stacked: dict[str, Tensor], run: Callable[[dict[str, Tensor]], Any]
     ) -> bool:
         """Whether the members run as one batched network, tried once for each kind of call."""
         if kind not in self._batched:
-            self._batched[kind] = small(self, self._member[0].original) and works(self, stacked, run)
+            self._batched[kind] = small(self, self.plain_type) and works(self, stacked, run)
         return self._batched[kind]
 
     def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -128,7 +149,7 @@ class Ensembled(nn.Module):
         raise ValueError(f"ensembled module {self.ensemble_name!r} got no tensor with a row axis")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty_ensemble, (self._member[0].original,), self.__dict__
+        return _empty_ensemble, (self.plain_type,), self.__dict__
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         # Called for this module before its children: one place expands a plain checkpoint for all of them.
@@ -140,7 +161,7 @@ class Ensembled(nn.Module):
 @functools.cache
 def _ensembled_type(original: Any) -> type[Ensembled]:
     """The type of ensembled modules of this type, one for all of them."""
-    return type(f"Ensembled{original.__name__}", (Ensembled, original), {})
+    return type(f"Ensembled{original.__name__}", (Ensembled, original), {"plain_type": original})
 
 
 def _empty_ensemble(original: Any) -> Ensembled:
@@ -163,6 +184,10 @@ def _ties(module: nn.Module, names: list[str]) -> Iterator[tuple[str, str]]:
 
 def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Module], None] | None) -> None:
     """Retype ``module`` in place: member 0 keeps its tensors, ``reset`` re-draws the others."""
+    for part in module.modules():
+        for key in computed(part):
+            if key in vars(part):  # of the last call, and made anew in the next
+                vars(part)[key] = vars(part)[key].detach()
     copies = [module, *(copy.deepcopy(module) for _ in range(members - 1))]
     if reset is not None:
         for member in copies[1:]:
@@ -190,4 +215,4 @@ def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Mod
     module._tensor_names = tuple(names)  # type: ignore[assignment]
     module._tied = tuple(_ties(module, names))  # type: ignore[assignment]
     module._batched = {}  # type: ignore[assignment]
-    module._member = (_Member(module, original),)  # type: ignore[assignment]
+    module._in_use = watch(module)  # type: ignore[assignment]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slimbayes.core import priors
+from slimbayes.core.fitness import check_not_computed
 from slimbayes.core.layers.base import Converted, constant_row
 from slimbayes.core.layers.table import EMBEDDINGS, NORMS, is_weighted
 from slimbayes.core.methods.base import (
@@ -79,6 +80,7 @@ class _Patching(Method, ABC):
     def _attach(
         self, layer: Converted, name: str, shared: Shared, per_element: bool, own_statistics: bool = False
     ) -> Rule:
+        check_not_computed(layer, name, f"{type(self).__name__} keeps several weights, not several of those")
         leader = shared.leader(layer.weight)
         mixing = shared.get(leader, "mixing")
         if mixing is None:

@@ -101,6 +101,7 @@ class Rule(nn.Module, ABC):
     untiled_noise: tuple[str, ...] = ()
     components: int = 1  # into which it takes the rows to be divided
     drops: bool = False  # dropout of the layer's own is part of the draw
+    constant_row: int | None = None  # of the weight: never random, and in no KL (an embedding's padding)
 
     @abstractmethod
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:

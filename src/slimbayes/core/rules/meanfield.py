@@ -238,19 +238,32 @@ class SampledRule(Rule):
 
     def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
         """The pairs whose KL this layer adds."""
-        for posterior, mean, source, fan_in, prior in self._with_prior(op):
-            p: Any = prior.distribution(mean, fan_in)
-            yield source, posterior(mean), d.Normal(mean, p.scale) if self.tied_mean else p, "sum"
-
-    def _with_prior(self, op: Operation) -> Iterator[tuple[Posterior, Tensor, str, int | None, Prior]]:
         for which in ("weight", "bias"):
-            posterior, mean, source, fan_in = self.tensor(op, which)
+            posterior, mean, source, _ = self.tensor(op, which)
             if posterior is not None and mean is not None and self.prior is not None:
-                yield posterior, mean, source, fan_in, self.prior
+                yield source, *self.pair(op, which), "sum"
+
+    def pair(self, op: Operation, which: str) -> tuple[d.Spread, Any]:
+        """The posterior and the prior of what is random of the "weight" or "bias"."""
+        posterior, mean, _, fan_in = self.tensor(op, which)
+        assert posterior is not None and self.prior is not None
+        row = self.constant_row if which == "weight" else None
+        q = posterior(mean)
+        if row is not None and isinstance(q, d.KTiedNormal):
+            q = d.KTiedNormal(d.without_row(q.loc, row), d.without_row(q.u, row), q.v)
+        elif row is not None:
+            q = type(q)(d.without_row(q.loc, row), d.without_row(q.scale, row))
+        p: Any = self.prior.distribution(q.loc, fan_in)
+        return q, d.Normal(q.loc, p.scale) if self.tied_mean else p
 
     def means(self, op: Operation) -> Iterator[Tensor]:
         """The means of the tensors that have a prior."""
-        return (mean for _, mean, *_ in self._with_prior(op))
+        if self.prior is None:
+            return
+        if self.weight is not None:
+            yield op.weight
+        if self.bias is not None and op.bias is not None:
+            yield op.bias
 
 
 def _add_signed(y: Tensor, noise: Tensor, signs: Tensor, axis: int, frame: Frame) -> Tensor:

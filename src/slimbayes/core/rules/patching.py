@@ -16,6 +16,7 @@ from slimbayes.core.priors import Prior
 from slimbayes.core.rules.base import Inputs, KLTerm, Operation, Rule, per_draw
 from slimbayes.core.rules.fixed import Fixed
 from slimbayes.core.rules.kernel_map import Mapped
+from slimbayes.core.sharded import have_company
 
 
 class Mixing(nn.Module):
@@ -51,7 +52,9 @@ class Mixing(nn.Module):
 
         index: Tensor = frame.once(source, make)
         if self.logits is not None and frame.draw is not None:
-            frame.draw.chosen[source] = self, index
+            # Shared-out logits are whole only while the network runs; others are asked when it has run.
+            value = self.log_prob(index) if have_company() and torch.is_grad_enabled() else None
+            frame.draw.chosen[source] = self, index, value
         return index
 
     def log_prob(self, index: Tensor) -> Tensor:
@@ -177,6 +180,8 @@ class IndexedRule(Rule):
             return
         for source, points in ((self.weight_source, op.weight), (self.bias_source, op.bias)):
             if points is not None:
+                whole_weight = points is not op.weight or self.constant_row is None
+                points = points if whole_weight else d.without_row(points, self.constant_row, 1)
                 patch = self._patch(points)
                 if not self.per_element and source == f"{self.mixing.name}.weight":
                     patch.indices = 1  # one index serves weight and bias together

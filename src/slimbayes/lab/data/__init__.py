@@ -1,5 +1,6 @@
 """Data sets by name, batches, corruptions and shifts."""
 
+from slimbayes.containers import archives, batches, datasets, files, streaming, streams  # noqa: F401 - attributes
 from slimbayes.containers.batches import Batches
 from slimbayes.containers.datasets import DataError, Dataset, Scaling, Split
 from slimbayes.containers.files import find_root
@@ -11,6 +12,8 @@ from slimbayes.lab.data.inputs import read_inputs
 from slimbayes.lab.data.records import Bagging, Events, RecordBatches, RecordDataset, Records
 from slimbayes.lab.data.registry import Found, describe, found, load, load_records, names
 from slimbayes.lab.data.shifts import OutOfDistribution, Shift, out_of_distribution, shift_names, shifts_for
+
+base = datasets  # as its module was called before
 
 __all__ = [
     "Bagging",

@@ -19,7 +19,7 @@ from slimbayes.training.settings import Training
 from slimbayes.training.sources import as_split
 
 DTYPES = {"32-true": torch.float32, "64-true": torch.float64}
-_OWN = {*vars(nn.Module()), ATTRIBUTE, "_batched", "_member"}  # what torch and conversion keep of any module
+_OWN = {*vars(nn.Module()), ATTRIBUTE, "_batched", "_in_use"}  # what torch and conversion keep of any module
 
 
 @dataclass(frozen=True, eq=False)

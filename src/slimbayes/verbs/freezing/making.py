@@ -131,7 +131,7 @@ def _arguments(model: nn.Module) -> list[str]:
     """The names of a network's inputs; those of a deep ensemble are its members'."""
     forward: Any = model.forward
     if isinstance(model, Ensembled):
-        forward = functools.partial(model._member[0].original.forward, model)
+        forward = functools.partial(model.plain_type.forward, model)
     gathered = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [one.name for one in inspect.signature(forward).parameters.values() if one.kind not in gathered]
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slimbayes.core.layers.ensemble import Ensembled
+from slimbayes.core.layers.tensor_versions import unwatch
 from slimbayes.core.rules.base import Operation
 from slimbayes.sequences.kernels import Several
 
@@ -79,13 +80,14 @@ def refresh(layer: nn.Module) -> None:
 
 def members(layer: Ensembled) -> list[nn.Module]:
     """The members of a deep ensemble as networks of their own."""
-    original = layer._member[0].original
+    original = layer.plain_type
     made = []
     for k in range(layer.members):
         member: Any = copy.deepcopy(layer)
         member.__class__ = original
-        for name in ("members", "ensemble_name", "_tensor_names", "_tied", "_batched", "_member"):
+        for name in ("members", "ensemble_name", "_tensor_names", "_tied", "_batched", "_in_use"):
             member.__dict__.pop(name, None)
+        unwatch(member)
         known: dict[int, Tensor] = {}
         for inside in member.modules():
             for store in (inside._parameters, inside._buffers):

@@ -1,7 +1,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test tests reliability test-oldest oldest lint typecheck coverage bench bench-peers docs wheel clean
+.PHONY: help venv demo test tests test-core reliability test-oldest oldest lint typecheck coverage bench bench-peers docs wheel clean
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -55,6 +55,9 @@ test: lint  ## lint, types, tests and doctests
 
 tests: $(DEV)  ## tests and doctests alone
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-core: $(DEV)  ## the core's own tests, with the fast paths hidden: a part of make test
+	$(BIN)/python -m pytest tests/test_core_alone.py -s $(PYTEST_ARGS)
 
 # The package itself is not installed there: the tests take it from src/, and its kernels for that Python are compiled
 # where they are not there yet.

@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slimbayes as sb
-from slimbayes.accelerate.cpu import raw_noise
+from slimbayes.accelerate import cpu
 from slimbayes.core.noise import fresh_noise
 from slimbayes.files import write_whole
 from slimbayes.lab.models.build import build
@@ -130,13 +130,13 @@ def category(event):
 
 def parts(step, wall, host, steps):
     """Milliseconds of a step by part."""
-    fill = raw_noise.fill
+    fill = cpu.noise
 
     def marked(*arguments):
         with torch.profiler.record_function("random numbers"):
-            fill(*arguments)
+            return fill(*arguments)
 
-    raw_noise.fill = marked
+    cpu.noise = marked
     shortest, found = math.inf, {}
     try:
         for _ in range(steps):
@@ -150,7 +150,7 @@ def parts(step, wall, host, steps):
             if sum(now.values()) < shortest:
                 shortest, found = sum(now.values()), now
     finally:
-        raw_noise.fill = fill
+        cpu.noise = fill
     return {name: value * (wall - host) / shortest for name, value in found.items()} | {"host": host}
 
 

@@ -16,7 +16,7 @@ import torch
 import slimbayes as sb
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.layers.linear import TransposedLinear
-from slimbayes.core.layers.table import TABLE, UNSUPPORTED, WEIGHTED
+from slimbayes.core.layers.table import UNSUPPORTED, WEIGHTED, layer_classes
 from slimbayes.core.methods import METHODS, Method
 from slimbayes.lab.bench.page import page_text
 from slimbayes.lab.bench.results import Results, read_results
@@ -71,7 +71,7 @@ def methods() -> dict[str, Method]:
 def layers() -> dict[str, type[Converted]]:
     """Every layer type, by its title; transformers' Conv1D after Linear, whose transpose it is."""
     rows: dict[str, type[Converted]] = {}
-    for layer in TABLE.values():
+    for layer in layer_classes().values():
         rows[layer.title] = layer
         if layer.title == "Linear":
             rows[TransposedLinear.title] = TransposedLinear
@@ -81,7 +81,7 @@ def layers() -> dict[str, type[Converted]]:
 def support() -> str:
     """The page docs/support.md."""
     columns, rows = methods(), layers()
-    weighted = {TransposedLinear, *WEIGHTED.values()}
+    weighted = {TransposedLinear, *layer_classes(WEIGHTED).values()}
     reasons: dict[str, tuple[int, list[str]]] = {}  # reason -> its number and the refused layers
     lines = [
         "| layer | " + " | ".join(columns) + " |",

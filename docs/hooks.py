@@ -122,14 +122,16 @@ def reference() -> dict[str, str]:
         names, places = exported(room), origins(room)
         if not room:  # what comes from a room with a page is there
             rooms = {f"slimbayes.{other}" for other in ROOMS}
-            names = [n for n in names if n not in ROOMS and places[n].rpartition(".")[0] not in rooms]
+            names = [n for n in names if not {places[n], places[n].rpartition(".")[0]} & rooms]
         if not names:
             continue
         module = f"slimbayes.{room}" if room else "slimbayes"
         parts = [f"# {module}", words]
         for name in sorted(names, key=lambda name: (name[0].isupper(), name.isupper(), name.lower())):
             parts.append(f"::: {places.get(name, f'{module}.{name}')}")
-            if room == "methods" and name != "Method":  # what a method answers to the library is said there
+            if (
+                room == "core.methods" and name != "Method"
+            ):  # what a method answers to the library is said there
                 parts[-1] += "\n    options:\n      members: false"
         pages[f"reference/{room or 'index'}.md"] = "\n\n".join(parts) + "\n"
     return pages

@@ -8,6 +8,7 @@ import pkgutil
 import sys
 import zlib
 from collections import Counter
+from importlib.abc import MetaPathFinder
 
 import pytest
 
@@ -16,7 +17,29 @@ import pytest
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
+class Hidden(MetaPathFinder):
+    """The fast paths are not there."""
+
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[:2] == ["slimbayes", "accelerate"]:
+            raise ModuleNotFoundError(f"No module named {name!r}: it is hidden", name=name)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--without-accelerate",
+        action="store_true",
+        help="hide slimbayes.accelerate, and leave out the tests that are marked so: tests/test_core_alone.py",
+    )
+
+
 def pytest_configure(config):
+    if config.option.without_accelerate:
+        assert not any(name.startswith("slimbayes") for name in sys.modules)
+        sys.meta_path.insert(0, Hidden())
+        import slimbayes
+
+        slimbayes.fast_paths = lambda *every, **switches: contextlib.nullcontext()  # there are none to switch
     if getattr(config.option, "numprocesses", None):
         return  # the workers wait for this process, which runs no tests
     with untraced():
@@ -38,6 +61,8 @@ def pytest_sessionstart(session):
 def pytest_collection_finish(session):
     """Torch and ten thousand collected tests are a million objects, through which Python looked for garbage again and
     again: a tenth of the time of all tests. They stay, and what tests make is looked through less often."""
+    if session.items and not session.config.option.without_accelerate:
+        import slimbayes.accelerate.registry  # noqa: F401 - whichever test is first to convert a model
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -88,7 +113,11 @@ def pytest_collection():
         return (yield)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.option.without_accelerate:
+        left_out = [item for item in items if item.get_closest_marker("accelerate")]
+        items[:] = [item for item in items if not item.get_closest_marker("accelerate")]
+        config.hook.pytest_deselected(items=left_out)
     numbers, seen = Counter(), set()
     for item in items:
         mark, name = item.get_closest_marker("uncounted"), item.nodeid.split("[")[0]

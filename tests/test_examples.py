@@ -1,5 +1,6 @@
 """The examples run, in fewer steps than they take by default, and what they return makes sense."""
 
+import copy
 import doctest
 import importlib.util
 import sys
@@ -11,7 +12,11 @@ from helpers_matrix import CASES, check_identity
 from torch import nn
 
 import slimbayes as sb
+from slimbayes.core import paths
+from slimbayes.core.layers.table import WEIGHTED
 from slimbayes.core.methods import METHODS
+from slimbayes.core.methods.rank1 import FAMILIES
+from slimbayes.core.priors import PRIORS
 
 pytestmark = pytest.mark.uncounted
 
@@ -20,6 +25,7 @@ SHORT = (
     "classification", "decisions", "export", "fit", "hf_trainer", "hub", "lightning_module", "mixed_rules", "own_data",
     "regression", "reproduce_table", "sequences", "sklearn_pipeline", "transformer",
 )  # fmt: skip
+OWN = ("own_fast_path", "own_layer", "own_method", "own_posterior")
 
 
 def example(name):
@@ -31,7 +37,7 @@ def example(name):
 
 
 def test_every_example_is_tested_and_short():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "own_method", "minilm"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, *OWN, "minilm"}
     for name in SHORT:
         lines = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if line.strip()]
         most = 30 if name in ("hf_trainer", "hub", "lightning_module") else 40
@@ -156,11 +162,29 @@ def test_hub(tmp_path, capsys):
 
 
 @pytest.fixture(scope="module")
-def own_method():
-    before = dict(METHODS)
-    yield example("own_method")
-    METHODS.clear()
-    METHODS.update(before)
+def registries():
+    """What examples add to the tables of slimbayes is theirs alone."""
+    tables = METHODS, FAMILIES, PRIORS, WEIGHTED
+    before = [dict(table) for table in tables]
+    yield
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)
+
+
+@pytest.fixture
+def own_method(registries):
+    return example("own_method")
+
+
+@pytest.fixture
+def own_posterior(registries):
+    return example("own_posterior")
+
+
+@pytest.fixture
+def own_layer(registries):
+    return example("own_layer")
 
 
 def test_own_method_has_the_right_moments(own_method):
@@ -205,3 +229,86 @@ def test_own_method_refuses(own_method):
         own_method.GaussianDropout(alpha=-1.0)
     with pytest.raises(TypeError, match=r"GaussianDropout cannot convert layer '0' of type LayerNorm"):
         sb.bayesianize(nn.Sequential(nn.LayerNorm(3)), own_method.GaussianDropout(), include="0")
+
+
+def through_every_verb(make, method, x, path):
+    """What holds of every model, whatever is new in it: one seed is one draw, and no verb asks what it is made of."""
+    torch.manual_seed(0)
+    model = sb.bayesianize(make(), method)
+    draws = sb.draw(model, x, samples=8, seed=0)
+    targets, ask = torch.randn_like(draws[0]).detach(), {"samples": 4, "seed": 0, "likelihood": sb.Gaussian()}
+    assert draws.std(0).max() > 0 or isinstance(method, sb.EMP)  # whose versions start as copies
+    sb.elbo(sb.draw(model, x), targets, model, num_data=64, likelihood=sb.Gaussian()).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    whole = sb.predict(model, x, **ask).mean
+    torch.testing.assert_close(sb.predict(model, x, chunk=len(x), **ask).mean, whole, atol=1e-6, rtol=0)
+    with sb.fast_paths(False):
+        torch.testing.assert_close(sb.predict(model, x, **ask).mean, whole, atol=1e-6, rtol=0)
+    sb.save(model, path)
+    assert torch.equal(sb.draw(sb.load(make(), path), x, samples=8, seed=0), draws)
+    frozen = sb.freeze(model, draws=len(draws), seed=0)
+    torch.testing.assert_close(
+        frozen(x), sb.draw(model, x, samples=8, noise="shared", seed=0), atol=1e-5, rtol=0
+    )
+    assert (
+        copy.deepcopy(model) is not model and sb.summary(model).rows and sb.parameter_groups(model, 0.1, 0.1)
+    )
+    sb.diagnose(model), sb.check_finite(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kl_reduction": "monte_carlo"}, {"perturbation": "additive"}], ids=str
+)
+def test_own_posterior(own_posterior, options, tmp_path):
+    result = own_posterior.main()
+    assert result["ratio"] == pytest.approx(1.0, abs=0.03) and result["kl"] > 0
+    method = sb.Rank1(components=2, posterior="student", **options)
+    nets = [
+        (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), torch.randn(8, 4)),
+        (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten()), torch.randn(8, 2, 4, 4)),
+    ]
+    for make, x in nets:
+        through_every_verb(make, method, x, tmp_path / "own.safetensors")
+    with pytest.raises(ValueError, match=r"unknown posterior 'students'; use one of .*'student'"):
+        sb.Rank1(posterior="students")
+
+
+def test_own_posterior_has_its_density(own_posterior):
+    torch.manual_seed(0)
+    t = own_posterior.Student(torch.tensor(0.3), torch.tensor(0.7))
+    u = torch.linspace(0.02, 0.98, 97, dtype=torch.float64)
+    wanted = torch.distributions.StudentT(4.0, 0.3, 0.7)
+    x = t.from_noise(u)
+    torch.testing.assert_close(t.log_prob(x), wanted.log_prob(x).double(), atol=1e-6, rtol=0)
+    slopes = (x[1:] - x[:-1]) / (u[1:] - u[:-1])  # of a quantile function: one over the density
+    torch.testing.assert_close(
+        slopes[20:-20], 1 / t.log_prob((x[1:] + x[:-1]) / 2).exp()[20:-20], atol=0, rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize("method", ["MeanField", "KTied", "EMP", "MCDropout", "DropConnect"])
+def test_own_layer(own_layer, method, tmp_path):
+    assert own_layer.main()["gap"] == 0.0
+    made = {"EMP": sb.EMP(components=3, patch="output")}.get(method) or METHODS[method]()
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), own_layer.Gate(6, 2))
+
+    model = through_every_verb(make, made, torch.randn(8, 4), tmp_path / "own.safetensors")
+    assert type(model[2]) is own_layer.BayesGate
+
+
+def test_own_layer_is_refused_by_name(own_layer):
+    with pytest.raises(
+        TypeError, match=r"Rank1 cannot convert layer '' of type Gate: .* linear in their input"
+    ):
+        sb.bayesianize(own_layer.Gate(3, 2), sb.Rank1())
+
+
+def test_own_fast_path():
+    own = example("own_fast_path")
+    before = paths.ASKED.noise
+    result = own.main()
+    assert abs(result["mean"]) < 0.01 and result["square"] == 1.0 and 0.4 < result["other"] < 0.6
+    assert before == paths.ASKED.noise

@@ -45,13 +45,10 @@ def choose(monkeypatch):
 
 
 @pytest.mark.uncounted(but=4)
-@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("kind", MATRICES)
-def test_matrices_agree_with_the_plain_path(kind, choice, large, choose, monkeypatch):
+def test_matrices_agree_with_the_plain_path(kind, choice, choose):
     choose(choice)
-    if large:
-        monkeypatch.setattr(factor_folding, "LARGE", 1)
     for case, samples, per_step in itertools.product(CASES[kind], (1, 2), (None, 2)):
         for factors in ("both", "input", "output"):
             method = sb.Rank1(components=3, components_per_step=per_step, factors=factors)
@@ -80,37 +77,6 @@ def test_the_rule_of_a_folded_matrix():
     torch.testing.assert_close(weight.grad, (own * r[:, :, None] * s[:, None]).sum(0), **NEAR)
     torch.testing.assert_close(r.grad, ((own * weight) @ s[:, :, None]).squeeze(2), **NEAR)
     torch.testing.assert_close(s.grad, ((own * weight).transpose(1, 2) @ r[:, :, None]).squeeze(2), **NEAR)
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_first_and_second_derivatives(large, monkeypatch):
-    if large:
-        monkeypatch.setattr(factor_folding, "LARGE", 1)
-    torch.manual_seed(0)
-    x, weight = torch.randn(2, 3, 4, dtype=F64), torch.randn(5, 4, dtype=F64)
-    left, right, bias = (torch.randn(2, n, dtype=F64) for n in (5, 4, 5))
-    leaves = [t.requires_grad_() for t in (x, weight, left, right, bias)]
-    for sides in ((left, right), (left, None), (None, right)):
-        used = [x, weight, *(t for t in sides if t is not None), bias]
-
-        def run(x, weight, *rest, sides=sides):
-            parts = iter(rest)
-            vectors = [None if side is None else next(parts) for side in sides]
-            return factor_folding._Folded.apply(x, weight, *vectors, next(parts), True)
-
-        assert torch.autograd.gradcheck(run, used)
-        assert torch.autograd.gradgradcheck(run, used)
-    assert all(leaf.grad is None for leaf in leaves)
-
-
-def test_no_input_gradient_in_the_first_layer():
-    """The backward pass of a wide first layer has one product only, that of each draw's weight gradient."""
-    layer = sb.bayesianize(nn.Linear(784, 400), sb.Rank1(components=4))
-    y = sb.draw(layer, torch.randn(256, 784), noise="shared")
-    node = y.grad_fn
-    while type(node).__name__ != "_ProductBackward":
-        node = next(parent for parent, _ in node.next_functions if parent is not None)
-    assert node.by_draw
 
 
 def factors_of(layer, frame, examples=1):

@@ -13,6 +13,9 @@ from slimbayes.core.posteriors import positive
 GATHERED = [name for name in METHODS if "local" not in name and "capped" not in name]
 
 
+needs_kernels = pytest.mark.skipif(cpu._load() is None, reason="the kernels are not compiled")
+
+
 def loss(model, seed=3, samples=1, noise="example"):
     torch.manual_seed(7)  # for the KL against a prior of another family, which samples
     draws = sb.draw(model, X.to(next(model.parameters()).dtype), samples=samples, seed=seed, noise=noise)
@@ -36,31 +39,7 @@ def test_one_layer_after_the_other(monkeypatch, name, noise, samples):
         torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-14, msg=key)
 
 
-@pytest.mark.parametrize("name", GATHERED)
-def test_without_a_seed(monkeypatch, name):
-    """With noise that depends on nothing but its shape, the plain path has the same loss and gradients."""
-    calls = []
-
-    def ramp(kind, size, dtype, device):
-        calls.append(kind)
-        return torch.full(size, 1.0 if kind == "sign" else 0.7, dtype=dtype, device=device)
-
-    monkeypatch.setattr(weight_groups, "fresh_noise", ramp)
-    monkeypatch.setattr(context, "fresh_noise", ramp)
-    model = network(METHODS[name])
-    together = loss(model, seed=None)
-    together.backward()
-    assert calls.count("normal") == 1
-    found = gradients(model)
-    model.zero_grad(set_to_none=True)
-    with sb.fast_paths(False):
-        plain = loss(model, seed=None)
-        plain.backward()
-    torch.testing.assert_close(together, plain, rtol=1e-12, atol=0)
-    for key, value in gradients(model).items():
-        torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12, msg=key)
-
-
+@needs_kernels
 @pytest.mark.uncounted
 def test_every_weight_has_noise_of_its_own():
     """The parts of the piece do not overlap: samples of all tensors are uncorrelated, of variance σ²."""
@@ -79,17 +58,17 @@ def test_every_weight_has_noise_of_its_own():
     assert (covariance - torch.eye(len(covariance))).abs().max() < 5 * (2 / 4000) ** 0.5
 
 
+@needs_kernels
 def test_a_tied_weight_is_sampled_once():
     first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     second.weight = first.weight
-    model = sb.bayesianize(nn.Sequential(first, second).double(), sb.MeanField(stddev_init=0.3))
+    model = sb.bayesianize(nn.Sequential(first, second), sb.MeanField(stddev_init=0.3))
     draw = context.Draw(1, 1, 4)
     weight_groups.prefill_weights([(layer.bayes, layer) for layer in model], draw)
-    assert sorted(draw.prefilled) == ["0.weight", "0.weight.noise"]
-    x = torch.eye(4, dtype=torch.float64)
+    assert sorted(draw.prefilled) == ["0.weight.seed", "0.weight.single"]
     with context.activate(draw):
-        found = model(x)
-    torch.testing.assert_close(found.T, torch.linalg.matrix_power(draw.prefilled["0.weight"][0], 2))
+        found = model(torch.eye(4))
+    torch.testing.assert_close(found.T, torch.linalg.matrix_power(draw.prefilled["0.weight.single"], 2))
 
 
 def test_large_networks_go_layer_by_layer(monkeypatch):
@@ -98,14 +77,6 @@ def test_large_networks_go_layer_by_layer(monkeypatch):
     model = network(sb.MeanField())
     weight_groups.prefill_weights([(model[0].bayes, model[0])], draw)
     assert not draw.prefilled and not draw.byproducts
-
-
-def test_nothing_is_sampled_ahead_where_no_gradient_is_wanted():
-    model = network(sb.MeanField())
-    for seen in (context.Draw(1, 1, 6, "mean"), context.Draw(1, 1, 6)):
-        with torch.set_grad_enabled(seen.noise == "mean"):
-            weight_groups.prefill_weights([(model[0].bayes, model[0])], seen)
-        assert not seen.prefilled
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -120,11 +91,9 @@ def test_the_same_draws_with_and_without_gradients(name, samples):
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize("operation", ["slimbayes.noise", "slimbayes.sampled_weights"])
+@needs_kernels
 @pytest.mark.parametrize("name", ["meanfield", "ktied"])
-def test_compiled_code_draws_all_noise_at_once(name, operation):
-    if operation == "slimbayes.sampled_weights" and cpu.library() is None:
-        pytest.skip("no compiled kernels: no C compiler was at hand")
+def test_compiled_code_samples_all_weights_at_once(name):
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(40, 90), nn.ReLU(), nn.Linear(90, 90), nn.ReLU(), nn.Linear(90, 3))
@@ -133,15 +102,16 @@ def test_compiled_code_draws_all_noise_at_once(name, operation):
 
     def backend(graph, inputs):
         called = [str(node.target) for node in graph.graph.nodes]
-        counts.append([sum(name in target for target in called) for name in ("slimbayes.", operation)])
+        counts.append(
+            [sum(name in target for target in called) for name in ("slimbayes.", ".sampled_weights")]
+        )
         return graph.forward
 
     def step(x, y):
         return sb.elbo(sb.draw(model, x), y, model, num_data=100).loss
 
     x, y = torch.randn(8, 40), torch.zeros(8, dtype=torch.long)
-    with sb.fast_paths(native=operation != "slimbayes.noise"):
-        torch.compile(step, fullgraph=True, backend=backend)(x, y).backward()
+    torch.compile(step, fullgraph=True, backend=backend)(x, y).backward()
     assert counts == [[1, 1]]
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
     torch._dynamo.reset()

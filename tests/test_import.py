@@ -7,10 +7,14 @@ import sys
 from importlib import import_module
 
 import pytest
+import torch
+from torch import nn
 
 import slimbayes as sb
 from slimbayes import aliases
+from tools.walk import imported
 
+MOST = 60  # modules of ours
 SCRIPT = """
 import json, sys
 import torch
@@ -37,6 +41,7 @@ def test_import_loads_nothing_but_the_core(loaded):
     assert not rooms & {
         "analysis",
         "decisions",
+        "accelerate",
         "integrations",
         "lab",
         "metrics",
@@ -44,9 +49,56 @@ def test_import_loads_nothing_but_the_core(loaded):
         "sklearn",
         "training",
     }
-    late = {f"slimbayes.verbs.{name}" for name in ("checkpoint", "freezing", "exporting", "merging")}
-    assert not late & set(modules)
-    assert {"core", "sequences"} <= rooms
+    assert "verbs" not in rooms and {"core", "sequences"} <= rooms
+
+
+def test_import_loads_few_modules(loaded):
+    """The walk of ``tools/walk.py`` counts them likewise."""
+    modules = imported(repeats=1)[2]
+    assert modules == [name for name in loaded[0] if name.split(".")[0] == "slimbayes"]
+    assert len(modules) <= MOST, modules
+
+
+LATER = """
+import copy, io, json, pickle, sys
+import torch, slimbayes as sb
+from torch import nn
+from slimbayes.core import paths
+def attached():
+    return ["slimbayes.accelerate.registry" in sys.modules, len(paths.ASKED.noise) > 0]
+seen = [attached()]
+with sb.fast_paths(False), sb.fast_paths(noise=True):
+    seen.append(attached())
+layers = [name for name in sys.modules if name.startswith("slimbayes.sequences.")]
+if len(sys.argv) > 1:  # unpickled, in a process that never converts
+    torch.load(sys.argv[1], weights_only=False)
+else:
+    sb.bayesianize(nn.Linear(2, 2), sb.Rank1())
+seen.append(attached())
+print(json.dumps([seen, layers]))
+"""
+
+
+@pytest.mark.parametrize("how", ["converted", "unpickled"])
+def test_fast_paths_are_attached_when_the_first_model_comes_to_be(how, tmp_path):
+    torch.save(sb.bayesianize(nn.LSTM(2, 3), sb.Rank1()), tmp_path / "model.pt")
+    more = [str(tmp_path / "model.pt")] if how == "unpickled" else []
+    run = subprocess.run([sys.executable, "-c", LATER, *more], capture_output=True, text=True, check=True)
+    seen, layers = json.loads(run.stdout)
+    assert seen == [[False, False], [False, False], [True, True]]
+    assert layers == ["slimbayes.sequences.kernels"]
+
+
+def test_a_broken_fast_path_is_no_absent_one():
+    script = """
+import sys, types
+sys.modules["slimbayes.accelerate.members"] = None
+import slimbayes as sb
+from torch import nn
+sb.bayesianize(nn.Linear(2, 2), sb.Rank1())
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 1 and "slimbayes.accelerate.members" in run.stderr
 
 
 def test_import_registers_no_operation_the_slow_way(loaded):

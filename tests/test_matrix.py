@@ -38,8 +38,8 @@ import slimbayes as sb
 from slimbayes.core.context import Draw, activate
 from slimbayes.core.conversion import ATTRIBUTE, find_record
 from slimbayes.core.layers.linear import TransposedLinear
-from slimbayes.core.layers.table import RECURRENT, TABLE, UNSUPPORTED
-from slimbayes.core.methods.rank1 import POSTERIORS
+from slimbayes.core.layers.table import RECURRENT, UNSUPPORTED, layer_class, layer_classes
+from slimbayes.core.methods.rank1 import FAMILIES
 
 DOUBLE, SINGLE = 1e-12, 1e-5  # relative, in float64 and float32
 # The bias is added apart from the kernel, so bits may differ.
@@ -106,7 +106,7 @@ SIDES = [
     ("posterior", "perturbation", "option", "side"),
     [
         (posterior, perturbation, *sides)
-        for posterior in POSTERIORS
+        for posterior in FAMILIES
         for perturbation in ("multiplicative", "additive")
         for sides in SIDES
         if (posterior, perturbation) != ("lognormal", "additive")  # it is never 0
@@ -514,9 +514,9 @@ def test_inductor(branches):
 
 
 def test_the_matrix_is_whole():
-    titles = {layer.title for layer in TABLE.values()}
+    titles = {layer.title for layer in layer_classes().values()}
     # Which tests/layers holds against torch's.
-    sequences = {layer.title for layer in (*RECURRENT.values(), TABLE[nn.MultiheadAttention])}
+    sequences = {layer_class(kind).title for kind in (*RECURRENT, nn.MultiheadAttention)}
     generate = _generator()
     assert set(generate.methods()) == set(METHODS)
     assert set(generate.layers()) == titles | {TransposedLinear.title}

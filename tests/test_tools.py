@@ -74,7 +74,7 @@ def test_walk_names_the_functions_that_a_step_enters(tmp_path):
 def test_walk_of_a_training_step():
     found = tool("walk").walk_of_step()
     names = {name.split(":")[0].split(".")[-1] for functions in found.values() for name in functions}
-    assert {"draw", "elbo", "kl", "forward"} <= names
+    assert {"draw", "elbo", "total_kl", "forward"} <= names
     assert tool("walk").walk_of_step(layers=2) == found  # another layer goes the same way
 
 

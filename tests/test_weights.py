@@ -1,6 +1,5 @@
 """Fused weight samples and their KL: the plain path's values and gradients, whatever the order of the calls."""
 
-import copy
 import pickle
 
 import pytest
@@ -11,8 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes.accelerate import log_sigma
-from slimbayes.core.conversion import find_record
-from slimbayes.core.facts import facts_of
 
 METHODS = {
     "meanfield": sb.MeanField(),
@@ -212,28 +209,6 @@ WORKS = [
     checkpointed,
     second_derivative,
 ]
-
-
-@pytest.mark.uncounted(but=8)
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
-@pytest.mark.parametrize("name", METHODS)
-def test_the_plain_paths_numbers(name, work):
-    assert_twins(work, network(METHODS[name]))
-
-
-def test_the_means_keep_no_second_use():
-    """The KL takes over what the draw left, once, and the model has no part in it."""
-    model = network(sb.MeanField())
-    draws = sb.draw(model, X)
-    (facts,) = facts_of(draws, find_record(model))
-    (made,) = facts.byproducts.values()  # of one operation for all
-    assert made.names == made.sources == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert not facts_of(draws, find_record(copy.deepcopy(model)))
-    assert all(not scale.requires_grad for scale in made.scales)
-    sb.elbo(draws, Y, model, num_data=20)
-    assert not facts.byproducts
-    with torch.no_grad():
-        assert not facts_of(sb.draw(model, X), find_record(model))
 
 
 def test_saving_after_a_draw():

@@ -68,13 +68,13 @@ def floor_of(place: str) -> str:
     return place.split("/")[0] if "/" in place else TOP
 
 
-def imported(tree: ast.AST, module: str, package: bool, known: set[str]) -> set[str]:
-    """The modules among ``known`` that a file imports: its own parents do not count."""
+def imported(tree: ast.AST, module: str, package: bool, known: set[str], checked: bool = False) -> set[str]:
+    """The modules among ``known`` that a file imports; ``checked``: for type checkers alone too."""
     found: set[str] = set()
     left: list[ast.AST] = [tree]
     while left:
         node = left.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not checked and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             left += node.orelse
             continue
         left += ast.iter_child_nodes(node)

@@ -13,8 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slimbayes import aliases
-from slimbayes.accelerate import registry  # noqa: F401 - attaches the fast paths
-from slimbayes.accelerate.switches import fast_paths
 from slimbayes.core.context import RowError
 from slimbayes.core.convert import bayesianize
 from slimbayes.core.draws import draw
@@ -32,15 +30,15 @@ from slimbayes.core.methods import (
     Rank1,
 )
 from slimbayes.core.objective import ELBO, LinearAnnealing, StepAnnealing, elbo, kl, parameter_groups
-from slimbayes.core.predict import predict
+from slimbayes.core.paths import attach_later
 from slimbayes.core.predictive import Predictive
 from slimbayes.core.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
-from slimbayes.verbs.evaluation import evaluate
-from slimbayes.verbs.summary import Summary, summary
 
 if TYPE_CHECKING:
     from slimbayes import analysis, decisions, metrics
     from slimbayes.accelerate.compile.entry import compile
+    from slimbayes.accelerate.switches import fast_paths
+    from slimbayes.core.predict import predict
     from slimbayes.lab import data, models
     from slimbayes.training import FitResult, ManyResult, Training, TrainingError, fit, fit_many
     from slimbayes.verbs import exporting as export
@@ -48,10 +46,12 @@ if TYPE_CHECKING:
     from slimbayes.verbs.checkpoint import CheckpointError, load, save
     from slimbayes.verbs.compression import compress
     from slimbayes.verbs.diagnosis import Diagnosis, diagnose
+    from slimbayes.verbs.evaluation import evaluate
     from slimbayes.verbs.finiteness import check_finite
     from slimbayes.verbs.freezing import Frozen, freeze
     from slimbayes.verbs.merging import merge, unmerge
     from slimbayes.verbs.stacking import stack
+    from slimbayes.verbs.summary import Summary, summary
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,9 @@ __version__ = "0.1.0"
 # names in it.
 _LATE = {
     "accelerate.compile.entry": ("compile",),
+    "accelerate.switches": ("fast_paths",),
     "analysis": (),
+    "core.predict": ("predict",),
     "data": (),
     "decisions": (),
     "export": (),
@@ -70,10 +72,12 @@ _LATE = {
     "verbs.checkpoint": ("CheckpointError", "load", "save"),
     "verbs.compression": ("compress",),
     "verbs.diagnosis": ("Diagnosis", "diagnose"),
+    "verbs.evaluation": ("evaluate",),
     "verbs.finiteness": ("check_finite",),
     "verbs.freezing": ("Frozen", "freeze"),
     "verbs.merging": ("merge", "unmerge"),
     "verbs.stacking": ("stack",),
+    "verbs.summary": ("Summary", "summary"),
 }
 
 __all__ = [
@@ -141,6 +145,18 @@ __all__ = [
 
 
 aliases.install()
+
+
+def _attach() -> None:
+    """Attach the fast paths; without the folder that has them, core goes its own way."""
+    try:
+        import_module("slimbayes.accelerate.registry")
+    except ModuleNotFoundError as problem:
+        if problem.name not in ("slimbayes.accelerate", "slimbayes.accelerate.registry"):
+            raise
+
+
+attach_later(_attach)
 
 if not TYPE_CHECKING:  # or no misspelt name would be an error to a type checker
 

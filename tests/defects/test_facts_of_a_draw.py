@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.accelerate.compile.entry import _scoped
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
@@ -198,10 +197,14 @@ def test_outputs_do_not_keep_the_model():
 def compiled(function, whole=False):
     """By torch.compile, or as ``sb.compile`` wraps a function, without the compiler's long last part."""
     torch._dynamo.reset()
-    function = _scoped(function) if whole else function
+    if whole:
+        from slimbayes.accelerate.compile.entry import _scoped
+
+        function = _scoped(function)
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.accelerate
 @pytest.mark.parametrize("scored", ["first", "second", "named"])
 def test_compiled_steps_score_their_own_draw(scored):
     model = learner()
@@ -218,6 +221,7 @@ def test_compiled_steps_score_their_own_draw(scored):
     torch._dynamo.reset()
 
 
+@pytest.mark.accelerate
 def test_compiled_draws_and_compiled_losses():
     model = learner()
     expected = mixing_gradient(loss_of(sb.draw(model, X, samples=4, seed=1), model), model)

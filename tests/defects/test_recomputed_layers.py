@@ -214,6 +214,7 @@ def test_recurrent_layers(method, seed, reentrant):
     assert_alike(*found)
 
 
+@pytest.mark.accelerate  # which makes the samples ahead
 @pytest.mark.parametrize("seed", [None, 7])
 def test_without_the_generators_state_there_is_an_error_or_the_same_noise(seed):
     """Keyed noise of a layer that is called several times cannot be told apart; samples made ahead are there."""

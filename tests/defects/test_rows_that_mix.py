@@ -286,6 +286,7 @@ def test_compiled_code_takes_the_verdict_of_an_earlier_call():
     torch.testing.assert_close(by_hand(X), expected.expand(2, 6, 3))
 
 
+@pytest.mark.accelerate  # freezing finds out with its late tiling where draws part
 def test_a_frozen_model_refuses_rows_that_are_mixed():
     model = sb.bayesianize(made(Attention), sb.MeanField())
     with pytest.raises(ValueError, match="see each other"):

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from slimbayes.accelerate import cpu, switches
-from slimbayes.accelerate.cpu import raw_noise
+from slimbayes.accelerate.cpu.weights import new_seed
+from slimbayes.accelerate.situation import by_pointers
 from slimbayes.core.custom_operation import operation
 from slimbayes.core.keyed_noise import keyed_noise
-from slimbayes.core.noise import KINDS, transformed
+from slimbayes.core.noise import KINDS
 from slimbayes.core.paths import FastPath
 
-# Fewer numbers than this are made faster by torch's own generator; a sign is one bit, so they pay earlier.
-_FEWEST = {"normal": 1 << 16, "uniform": 1 << 15, "cauchy": 1 << 15, "sign": 1 << 12}
-_FEWEST_NATIVE = 1 << 11
+_FEWEST = 1 << 11  # numbers below which torch's own generator takes less time
 _FEWEST_COMPILED = {"normal": 1 << 13, "uniform": 1 << 12, "cauchy": 1 << 12, "sign": 1 << 11}
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -33,36 +32,31 @@ class BulkNoise(FastPath):
     def noise(
         self, kind: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
-        """From raw bits and vectorised arithmetic on the CPU; opaque to the compiler."""
+        """By the kernels in C on the CPU; opaque to the compiler."""
         if dtype not in _DTYPES:
             return None
         count = math.prod(size)
         if torch.compiler.is_compiling():
+            ours = device.type == "cpu" and _suits(dtype) and switches.paths.native and cpu.compiled()
             # On a GPU always: a generator repeated for every pixel that reads a weight costs more than a launch.
-            if device.type == "cuda" or (device.type == "cpu" and count >= _FEWEST_COMPILED[kind]):
+            if device.type == "cuda" or (ours and count >= _FEWEST_COMPILED[kind]):
                 seed = torch.randint(1 << 62, (1,), device=device)
                 made: Tensor = noise(seed, kind, size, dtype)
                 return made
-        elif device.type == "cpu" and count >= _fewest(kind) and not (transformed() or _traced()):
-            seed_of_all = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-            return on_cpu(seed_of_all, kind, size, dtype)
+        elif device.type == "cpu" and count >= _FEWEST and _suits(dtype) and cpu.library() is not None:
+            return on_cpu(new_seed(), kind, size, dtype) if by_pointers() else None
         return None
 
 
-def _traced() -> bool:
-    """Whether torch.jit.trace is at work, which sees no memory filled by others than torch."""
-    return torch._C._get_tracing_state() is not None
-
-
-def _fewest(kind: str) -> int:
-    return _FEWEST[kind] if cpu.library() is None else _FEWEST_NATIVE
+def _suits(dtype: torch.dtype) -> bool:
+    """Whether the kernels make noise of this type."""
+    return dtype != torch.float64
 
 
 def on_cpu(seed: int, kind: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Standard noise on the CPU, a function of the seed."""
-    out = torch.empty(size, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device="cpu")
-    if out.dtype == torch.float64 or not cpu.noise(out, kind, seed, KINDS.index(kind)):
-        raw_noise.fill(out.view(-1).numpy(), kind, seed)
+    """Standard noise by the kernels, a function of the seed."""
+    out = torch.empty(size, dtype=torch.float32, device="cpu")
+    cpu.noise(out, kind, seed, KINDS.index(kind))
     if dtype.itemsize > 2:
         return out
     if kind == "uniform":
@@ -77,16 +71,16 @@ def on_cpu(seed: int, kind: str, size: Sequence[int], dtype: torch.dtype) -> Ten
 @operation("noise", "(Tensor seed, str kind, SymInt[] size, ScalarType dtype) -> Tensor")
 def noise(seed: Tensor, kind: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Standard noise on the seed's device, a pure function of the seed [1]: what compiled code calls."""
-    if seed.device.type == "cpu":
+    if seed.device.type == "cpu" and cpu.library() is not None and _suits(dtype):
         return on_cpu(int(seed), kind, size, dtype)
     if switches.paths.triton and seed.device.type == "cuda" and _has_triton():
         from slimbayes.accelerate.gpu.noise import philox_noise
 
         return philox_noise(seed, kind, size, dtype)
-    # The seed stays on the device: its words are tensors where a key of numbers would be.
+    # The seed stays on its device: its words are tensors where a key of numbers would be.
     key = (seed & 0xFFFFFFFF, seed >> 32)
     count = math.prod(size)
-    flat = keyed_noise(kind, key, 0, None, None, None, (count,), dtype, seed.device)  # type: ignore[arg-type]
+    flat = keyed_noise(kind, key, 0, None, None, None, (count,), dtype, seed.device)
     return flat.reshape(tuple(size))
 
 

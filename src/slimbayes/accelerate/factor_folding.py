@@ -1,18 +1,13 @@
-"""Shared factors folded into the weights: one W ∘ r_d s_dᵀ per draw, where that is cheaper than scaling rows.
-
-With G_d the gradient of draw d's weight, dW = Σ_d G_d ∘ r_d s_dᵀ, dr_d = (G_d ∘ W) s_d and
-ds_d = (G_d ∘ W)ᵀ r_d: a layer whose input needs no gradient, the first of a network, never computes one.
-"""
+"""Shared factors folded into the weights: one W ∘ r_d s_dᵀ per draw, where that is cheaper than scaling rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.accelerate import row_factors, switches
+from slimbayes.accelerate import switches
 from slimbayes.accelerate.convolution import convolve, is_convolution, outer_product, output_ratio
 from slimbayes.core.context import Frame
 from slimbayes.core.rules.base import Inputs, Operation, per_draw
@@ -26,7 +21,6 @@ SIDE = {
 ONE = {True: 4.0, False: 1.0}  # one factor in the weights, per element of all draws' weights
 BOTH = {True: 7.0, False: 2.0}  # both factors
 CALLS = 50_000  # what the calls of one factor's operations cost, whatever their size
-LARGE = 2**15  # elements of a weight from which its gradients are taken draw by draw, within the cache
 FEWEST_ROWS = 16  # of a draw, below which one convolution per draw wastes its kernel
 MOST_DRAWS = 16  # each is a convolution of its own
 
@@ -112,18 +106,21 @@ def apply(
         weight = op.weight * outer_product(op, outer, inner)  # [draws, *shape]
         return convolve(op, inputs, weight, shift)
     left, right = op.matrix_sides(inner, outer)  # type: ignore[arg-type]  # None is swapped all the same
-    x = inputs[0]
-    if x.dtype == op.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    x, typed = inputs[0], not torch.is_autocast_enabled(inputs[0].device.type)
+    trains = op.training and torch.is_grad_enabled()  # else it may be exported, and others do not know it
+    if (
+        torch.compiler.is_compiling()
+        and x.device.type == "cpu"
+        and trains
+        and typed
+        and x.dtype == op.weight.dtype
+    ):
         first = left is outer  # the weight is [out, in]
-        if row_factors.eager():
-            flat = x.reshape(frame.draws, -1, x.shape[-1])  # [draws, positions, in]
-            y: Tensor = _Folded.apply(flat, op.weight, left, right, shift, first)  # type: ignore[no-untyped-call]
-            return y.reshape(*x.shape[:-1], y.shape[-1])
-        trains = op.training and torch.is_grad_enabled()  # else it may be exported, and others do not know it
-        if trains and x.device.type == "cpu" and torch.compiler.is_compiling():
-            # One opaque operation on the rows as they are: of a view the compiler would keep other things.
-            y = torch.ops.slimbayes.folded(x.contiguous(), op.weight, left, right, shift, first, frame.draws)
-            return y
+        # One opaque operation on the rows as they are: of a view the compiler would keep other things.
+        y: Tensor = torch.ops.slimbayes.folded(
+            x.contiguous(), op.weight, left, right, shift, first, frame.draws
+        )
+        return y
     return per_draw(op, inputs, fold(op.weight, left, right), shift)
 
 
@@ -142,148 +139,3 @@ def fold(weight: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
 def _per_draw(tensor: Tensor, frame: Frame) -> Tensor:
     """[K, S or 1, C] to [draws, C]."""
     return tensor.expand(frame.components, frame.samples, -1).flatten(0, 1)
-
-
-class _Folded(torch.autograd.Function):
-    """x_d (W ∘ l_d r_dᵀ) + b_d, or with the folded weight transposed when ``first`` (it is [out, in])."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        left: Tensor | None,
-        right: Tensor | None,
-        bias: Tensor | None,
-        first: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, left, right)
-        ctx.first = first
-        return multiplied(x, weight, left, right, bias, first)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, left, right = ctx.saved_tensors
-        plain = row_factors.plain_backward(grad)
-        return *gradients(grad, x, weight, left, right, ctx.needs_input_grad, ctx.first, plain), None
-
-
-def multiplied(
-    x: Tensor, weight: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, first: bool
-) -> Tensor:
-    """x_d (W ∘ l_d r_dᵀ) + b_d [draws, positions, out]."""
-    inner, outer = (right, left) if first else (left, right)
-    if outer is None and bias is None and inner is not None and x[0].numel() < weight.numel():
-        # Fewer numbers to scale, and one product of all rows; what is kept for the backward pass is x.
-        return torch.matmul(x * inner.unsqueeze(1), weight.t() if first else weight)
-    if weight.numel() >= LARGE:
-        return _products(x, weight, left, right, bias, first)
-    folded = fold(weight, left, right)
-    matrices = folded.transpose(1, 2) if first else folded  # [D, in, out]
-    return torch.bmm(x, matrices) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, matrices)
-
-
-def gradients(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    needs: Sequence[bool],
-    first: bool,
-    plain: bool,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of x, W, l, r and b that are needed; ``plain``: in operations that have gradients themselves."""
-    large = weight.numel() >= LARGE and not plain
-    grad_x = None
-    if needs[0] and large:
-        grad_x = _products(grad, weight, left, right, None, not first)
-    elif needs[0]:
-        folded = fold(weight, left, right)
-        grad_x = torch.bmm(grad, folded if first else folded.transpose(1, 2))
-    grad_b = grad.sum(1) if needs[4] else None
-    sides = (grad, x) if first else (x, grad)  # G_d = sides[0]ᵀ sides[1]
-    made: tuple[Tensor | None, ...] = (None, None, None)
-    if any(needs[1:4]):
-        made = (_one_by_one if large else _at_once)(sides, weight, left, right, tuple(needs[1:4]))
-    return grad_x, *made, grad_b
-
-
-def _products(
-    x: Tensor,
-    weight: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    bias: Tensor | None,
-    transposed: bool,
-) -> Tensor:
-    """x_d (W ∘ l_d r_dᵀ) + b_d, or with the transposed matrix; one draw's weight at a time, in the cache."""
-    own = torch.empty_like(weight)
-    matrix = own.t() if transposed else own
-    out = x.new_empty(*x.shape[:2], matrix.shape[1])
-    for d in range(x.shape[0]):
-        if right is None:
-            torch.mul(weight, left[d].unsqueeze(1), out=own)  # type: ignore[index]
-        else:
-            torch.mul(weight, right[d], out=own)
-            if left is not None:
-                own.mul_(left[d].unsqueeze(1))
-        if bias is None:
-            torch.mm(x[d], matrix, out=out[d])
-        else:
-            torch.addmm(bias[d], x[d], matrix, out=out[d])
-    return out
-
-
-def _at_once(
-    sides: tuple[Tensor, Tensor],
-    weight: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """(dW, dl, dr) from all G_d [D, m, n] together, in operations that can be differentiated again."""
-    own = torch.bmm(sides[0].transpose(1, 2), sides[1])
-    grad_w = fold(own, left, right).sum(0) if needs[0] else None
-    grad_l = grad_r = None
-    if needs[1] or needs[2]:
-        product = own * weight
-        if needs[1]:
-            grad_l = product.sum(2) if right is None else torch.bmm(product, right.unsqueeze(2)).squeeze(2)
-        if needs[2]:
-            grad_r = product.sum(1) if left is None else torch.bmm(left.unsqueeze(1), product).squeeze(1)
-    return grad_w, grad_l, grad_r
-
-
-def _one_by_one(
-    sides: tuple[Tensor, Tensor],
-    weight: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """(dW, dl, dr) from one G_d [m, n] after the other, in two tensors of the weight's size."""
-    grad_w = grad_l = grad_r = None
-    own = torch.empty_like(weight)
-    product = own if left is None or right is None else torch.empty_like(weight)
-    if needs[0]:
-        grad_w = torch.zeros_like(weight)
-    if needs[1] and left is not None:
-        grad_l = torch.empty_like(left)
-    if needs[2] and right is not None:
-        grad_r = torch.empty_like(right)
-    for d, (a, b) in enumerate(zip(sides[0], sides[1], strict=True)):
-        torch.mm(a.t(), b, out=own)
-        row, column = (None if f is None else f[d] for f in (right, left))
-        if grad_w is not None and product is own:  # before the product takes the place of G_d
-            grad_w.addcmul_(own, column.unsqueeze(1) if row is None else row)  # type: ignore[union-attr]
-        if grad_l is not None or grad_r is not None:
-            torch.mul(own, weight, out=product)
-        if grad_l is not None:
-            grad_l[d] = product.sum(1) if row is None else torch.mv(product, row)
-        if grad_r is not None:
-            grad_r[d] = product.sum(0) if column is None else torch.mv(product.t(), column)
-        if grad_w is not None and product is not own:
-            assert row is not None and column is not None
-            grad_w.addcmul_(own.mul_(row), column.unsqueeze(1))
-    return grad_w, grad_l, grad_r

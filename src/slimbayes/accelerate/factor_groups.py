@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,24 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.accelerate import switches
-from slimbayes.accelerate.cpu.factor_sweep import by_kernels, held
-from slimbayes.accelerate.factor_samples import normal_kl, sample_all
+from slimbayes.accelerate.cpu.factor_sweep import held
+from slimbayes.accelerate.factor_samples import normal_kl
 from slimbayes.accelerate.gpu import factor_samples
 from slimbayes.accelerate.gpu.factors import sample_flat
 from slimbayes.accelerate.gpu.factors_kl import _formula as formula
 from slimbayes.accelerate.gpu.factors_kl import flat_kl
-from slimbayes.accelerate.gpu.joint_parameters import join, part
+from slimbayes.accelerate.gpu.joint_parameters import join
 from slimbayes.accelerate.gpu.weight_samples import SCOPE
-from slimbayes.accelerate.row_factors import eager
+from slimbayes.accelerate.situation import eager
 from slimbayes.core import posteriors, priors
 from slimbayes.core.context import Draw
-from slimbayes.core.noise import fresh_noise, transformed
+from slimbayes.core.noise import transformed
 from slimbayes.core.paths import FastPath, Layers
 from slimbayes.core.rules.base import Rule
 from slimbayes.core.rules.rank1 import Factor, Rank1Rule
 
-DEVICES = ("cuda",)  # where the samples of all factors are one kernel; on the CPU they are few calls
-_FEW = 1 << 16  # normals that torch's generator makes sooner than ours, a call out of compiled code
+DEVICES = ("cuda",)  # where the samples of all factors are one kernel
 _FAMILIES: dict[type, str] = {
     posteriors.NormalPosterior: "normal",
     posteriors.CauchyPosterior: "cauchy",
@@ -229,11 +227,6 @@ def prefill(groups: list[Group], draw: Draw) -> None:
             continue
         if loc.device.type in DEVICES:
             _sample(group, draw)
-        elif loc.device.type == "cpu" and torch.compiler.is_compiling():
-            if group.factors[0].training and torch.is_grad_enabled():
-                _sample_compiled(group, draw)
-        elif loc.device.type == "cpu" and eager() and not by_kernels(loc, group.family):
-            _sample_on_cpu(group, draw)
 
 
 def _sample(group: Group, draw: Draw) -> None:
@@ -254,47 +247,6 @@ def _sample(group: Group, draw: Draw) -> None:
     else:
         loc, rho = joined(group)
         values = sample_flat(loc, rho, widths, seed, *settings)
-    for source, value in zip(group.sources, values, strict=True):
-        draw.prefilled[source] = value
-
-
-def _sample_on_cpu(group: Group, draw: Draw) -> None:
-    locs, rhos = parameters(group)
-    examples = draw.batch if draw.noise == "example" else 1
-    values = sample_all(locs, rhos, draw.samples, examples, group.family, group.clip)
-    for source, value in zip(group.sources, values, strict=True):
-        draw.prefilled[source] = value
-
-
-def _sample_compiled(group: Group, draw: Draw) -> None:
-    """The noise of all factors by one call out of the compiled code.
-
-    Shared factors are whole tensors behind an opaque operation: the compiler would compute σ again for every
-    weight that a factor scales.
-    """
-    first = group.factors[0].loc
-    examples = draw.batch if draw.noise == "example" else 1
-    shapes = [(first.shape[0], draw.samples, examples, factor.loc.shape[1]) for factor in group.factors]
-    sizes = [math.prod(shape) for shape in shapes]
-    if group.family not in ("normal", "cauchy") or not switches.paths.noise:
-        return
-    values: list[Tensor] = []
-    noise: Tensor
-    if draw.samples * examples == 1:
-        loc, rho = joined(group)
-        if group.family == "normal" and loc.numel() < _FEW:
-            noise = torch.randn_like(loc)
-        else:
-            noise = fresh_noise(group.family, (loc.numel(),), first.dtype, first.device)
-        value = torch.addcmul(loc, posteriors.positive(rho), noise)
-        values = part(value if group.clip is None else value.clamp(-group.clip, group.clip), shapes)
-    else:
-        noise = fresh_noise(group.family, (sum(sizes),), first.dtype, first.device)
-        for factor, own, shape in zip(group.factors, noise.split(sizes), shapes, strict=True):
-            spread = factor()
-            loc, scale = (tensor[:, None, None] for tensor in (spread.loc, spread.scale))
-            value = loc + scale * own.view(shape)
-            values.append(value if group.clip is None else value.clamp(-group.clip, group.clip))
     for source, value in zip(group.sources, values, strict=True):
         draw.prefilled[source] = value
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from slimbayes.accelerate import switches
 from slimbayes.core.noise import transformed
+from slimbayes.core.paths import FastPath, MemberInputs
 
 MOST = 1 << 20  # parameters of a member; larger products gain nothing from being batched
 _KINDS = (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)  # what has parameters and one kernel for all members
@@ -30,6 +31,31 @@ class _Inside(threading.local):
 INSIDE = _Inside()
 
 Call = Callable[[dict[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Members(FastPath):
+    """All members of a small ensemble in one call, tried once for each kind of call."""
+
+    def on(self) -> bool:
+        """The switch ``members``."""
+        return switches.paths.members
+
+    def members(
+        self, root: nn.Module, use: Call, stacked: dict[str, Tensor], inputs: MemberInputs
+    ) -> tuple[Any] | None:
+        """The joined rows of all members."""
+        if not allowed(root):
+            return None
+
+        def at_once(tensors: dict[str, Tensor]) -> Any:
+            return run_batched(use, tensors, inputs)
+
+        own: Any = root
+        known: dict[str, bool] = own._batched
+        kind = kind_of_call(root, inputs.args, inputs.kwargs)
+        if kind not in known:
+            known[kind] = small(root, own.plain_type) and works(root, stacked, at_once)
+        return (at_once(stacked),) if known[kind] else None
 
 
 def small(root: nn.Module, original: type[nn.Module]) -> bool:
@@ -50,7 +76,7 @@ def small(root: nn.Module, original: type[nn.Module]) -> bool:
 
 def allowed(root: nn.Module) -> bool:
     """Whether nothing looks at the members one by one: no hooks, no tracing, no autocast, no other transform."""
-    if not switches.paths.members or torch.compiler.is_compiling() or (transformed() and not INSIDE.vmap):
+    if torch.compiler.is_compiling() or (transformed() and not INSIDE.vmap):
         return False
     if torch._C._get_tracing_state() is not None or _autocasts(root):
         return False
@@ -86,15 +112,9 @@ def _autocasts(root: nn.Module) -> bool:
     return any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in root.parameters()})
 
 
-def run_batched(
-    call: Call,
-    stacked: dict[str, Tensor],
-    rows: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    split: bool,
-) -> Any:
+def run_batched(call: Call, stacked: dict[str, Tensor], inputs: MemberInputs) -> Any:
     """Every member on its own rows, component-major, or with ``split`` off each on all; rows joined again."""
+    rows, args, kwargs, split = inputs
     members = len(next(iter(stacked.values())))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     own = [

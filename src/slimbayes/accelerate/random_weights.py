@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -13,16 +11,14 @@ from slimbayes.accelerate.gpu import weight_samples as gpu
 from slimbayes.accelerate.gpu.local import local_noise, thin_squares
 from slimbayes.accelerate.gpu.noise import packed_signs
 from slimbayes.accelerate.thin_noise import add_thin_noise
-from slimbayes.accelerate.weight_kl import Byproduct, Raw, RawPrior, raw_prior, raw_spread
-from slimbayes.accelerate.weight_samples import by_kernel, make_weights, sample_weights
+from slimbayes.accelerate.weight_kl import Byproduct, Facts, Raw, RawPrior, raw_prior, raw_spread
+from slimbayes.accelerate.weight_samples import by_kernel, make_weights
 from slimbayes.core.context import Frame
 from slimbayes.core.paths import FastPath
 from slimbayes.core.posteriors import KTiedPosterior
 from slimbayes.core.rules.base import Inputs, Operation, Rule
 from slimbayes.core.rules.local import thin_factors, thin_factors_of_logs
 from slimbayes.core.rules.meanfield import SampledRule
-
-Now = Callable[[], tuple[Operation, Raw | None, RawPrior | None]]
 
 
 class RandomWeights(FastPath):
@@ -38,12 +34,12 @@ class RandomWeights(FastPath):
         posterior, mean, source, _ = rule.tensor(op, which)
         if gpu.usable(posterior, mean, frame):
             return _by_gpu(rule, op, which, frame, "noise" if centred else "sample")[int(centred)]
-        found = by_parameters(rule, op, which)
-        if found is None:
+        found = None if frame.draw is None or frame.draw.seed is not None else by_parameters(rule, op, which)
+        if found is None or not by_kernel(Byproduct([source], [found[0]], [found[1]])):
             return None
 
         def make() -> Tensor:
-            return _in_one(source, *found, frame, centred)
+            return _by_kernel(rule, op, source, *found, frame, centred)
 
         made: Tensor = frame.once(f"{source}.centred" if centred else source, make)
         return made
@@ -87,18 +83,11 @@ class RandomWeights(FastPath):
         return y if joined else rule.with_bias(op, y, frame)
 
 
-def by_parameters(rule: SampledRule, op: Operation, which: str) -> tuple[Raw, RawPrior | None, Now] | None:
-    """A tensor as it is sampled here: its parameters, the prior if it is its own, and what they are now."""
+def by_parameters(rule: SampledRule, op: Operation, which: str) -> tuple[Raw, RawPrior | None] | None:
+    """A tensor as it is sampled here: its parameters, and the prior if it is its own."""
     posterior, mean, source, fan_in = rule.tensor(op, which)
     raw = raw_spread(posterior, mean)
-    if raw is None:
-        return None
-
-    def now() -> tuple[Operation, Raw | None, RawPrior | None]:
-        spread, tensor, name, inputs = rule.tensor(op, which)
-        return op, raw_spread(spread, tensor), own_prior(rule, name, inputs)
-
-    return raw, own_prior(rule, source, fan_in), now
+    return None if raw is None else (raw, own_prior(rule, source, fan_in))
 
 
 def own_prior(rule: SampledRule, source: str, fan_in: int | None) -> RawPrior | None:
@@ -110,23 +99,23 @@ def own_prior(rule: SampledRule, source: str, fan_in: int | None) -> RawPrior | 
     return raw_prior(rule.prior, fan_in, rule.tied_mean)
 
 
-def _in_one(source: str, raw: Raw, prior: RawPrior | None, owner: Now, frame: Frame, centred: bool) -> Tensor:
-    """A sample with the gradients of sample and KL written out."""
-    left, draw, mean = Byproduct([source], [raw], [prior], [owner]), frame.draw, raw.loc
-
-    def noise() -> Tensor:
-        like = (tuple(mean.shape), mean.dtype, mean.device)
-        return frame.noise_like("normal", source, *like, per_example=False).flatten(0, 2)
-
-    given = draw is not None and (source in draw.noises or frame.ahead(f"{source}.noise") is not None)
-    if not given and (draw is None or draw.seed is None) and by_kernel(left):
-        # The noise of both forms of a tensor, with its mean and without.
-        noise_of_all: tuple[int, int] = frame.once(f"{source}.seed", lambda: (kernels.new_seed(), 0))
-        (value,) = make_weights(left, frame.draws, [centred], noise_of_all)
-    else:
-        (value,) = sample_weights(left, [frame.once(f"{source}.noise", noise)], [centred])
-    if draw is not None and (torch.is_grad_enabled() or left.draws):
-        draw.byproducts[source] = left
+def _by_kernel(
+    rule: SampledRule,
+    op: Operation,
+    source: str,
+    raw: Raw,
+    prior: RawPrior | None,
+    frame: Frame,
+    centred: bool,
+) -> Tensor:
+    """A sample by the kernels in C, and the KL that comes with it."""
+    facts = Facts([(rule, op)])
+    left = Byproduct([source], [raw], [prior], facts if facts.explain([raw]) else None)
+    # The noise of both forms of a tensor, with its mean and without.
+    noise: tuple[int, int] = frame.once(f"{source}.seed", lambda: (kernels.new_seed(), 0))
+    (value,) = make_weights(left, frame.draws, [centred], noise)
+    if frame.draw is not None and left.total is not None:
+        frame.draw.byproducts[source] = left
     return value
 
 

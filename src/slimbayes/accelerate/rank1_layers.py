@@ -1,19 +1,18 @@
-"""A rank-1 layer in fewer sweeps: by kernels in C, with factors folded into the weight, or scaled on the rows."""
+"""A rank-1 layer in fewer sweeps: by kernels in C, by GPU kernels, or with factors folded into the weight."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.accelerate import factor_folding, factor_product, row_factors, switches
+from slimbayes.accelerate import factor_folding, switches
 from slimbayes.accelerate.cpu import factor_sweep, product_sweep
-from slimbayes.accelerate.factor_noise import sample_factor
 from slimbayes.accelerate.gpu import factor_convolution
 from slimbayes.core.context import Frame
 from slimbayes.core.paths import FastPath
 from slimbayes.core.posteriors import DeltaPosterior
 from slimbayes.core.rules.base import Inputs, Operation, Rule, rowwise, scale_inputs
-from slimbayes.core.rules.rank1 import Factor, Rank1Rule, picked
+from slimbayes.core.rules.rank1 import Factor, Rank1Rule
 
 
 class Rank1Layers(FastPath):
@@ -24,17 +23,10 @@ class Rank1Layers(FastPath):
         return switches.paths.rows or switches.paths.folded or switches.paths.factors
 
     def factor(self, rule: Rule, factor: nn.Module, which: str, frame: Frame) -> Tensor | None:
-        """A factor's samples in one sweep."""
-        if not switches.paths.factors:
-            return None
+        """A factor's samples as the kernels make them, which may take another call of this layer."""
         assert isinstance(rule, Rank1Rule) and isinstance(factor, Factor)
-        source = f"{rule.name}.{which}"
-        seeded = factor_sweep.sampled(factor, ("r", "s").index(which), rule.clip, frame, rule.name)
-        if seeded is not None:  # as the kernels make it, which may take another call of this layer
-            made: Tensor = frame.derived(source, seeded)
-        else:
-            made = frame.once(source, lambda: sample_factor(picked(factor, frame), frame, source, rule.clip))
-        return made
+        make = factor_sweep.sampled(factor, ("r", "s").index(which), rule.clip, frame, rule.name)
+        return None if make is None else frame.derived(f"{rule.name}.{which}", make)
 
     def output(self, rule: Rule, op: Operation, inputs: Inputs, frame: Frame) -> Tensor | None:
         """The output of a multiplicative rank-1 layer."""
@@ -44,39 +36,26 @@ class Rank1Layers(FastPath):
             made = _by_kernels(rule, op, inputs, frame)
             if made is not None:
                 return made
-        return _by_torch(rule, op, inputs, frame)
+        return _by_torch(rule, op, inputs, frame) if frame.tiled else None
 
 
-def _by_torch(rule: Rank1Rule, op: Operation, inputs: Inputs, frame: Frame) -> Tensor:
-    """In torch's operations, and by GPU kernels."""
+def _by_torch(rule: Rank1Rule, op: Operation, inputs: Inputs, frame: Frame) -> Tensor | None:
+    """By a GPU kernel, or with factors in the weight; None where rows are scaled one after the other."""
     s = None if rule.s is None else rule.sample_factor(rule.s, "s", frame)  # [K, S, B or 1, C]
     r = None if rule.r is None else rule.sample_factor(rule.r, "r", frame)
     bias = None if op.bias is None else frame.pick(op.bias)  # [K, C]
-    untiled = not frame.tiled
-    if untiled and s is not None:
-        inputs, s = scale_inputs(op, inputs, s, frame, torch.mul), None  # to the rows of all draws
-        frame.tiled = True
     choice = factor_folding.choose(op, inputs, r, s, frame)
-    rows = choice is factor_folding.ROWS and not untiled
-    if rows and factor_convolution.usable(op, inputs[0], s, r, frame):
+    if choice.outer:
+        if s is not None and not choice.inner:
+            inputs = scale_inputs(op, inputs, s, frame, torch.mul, private=True)
+        return factor_folding.apply(op, inputs, r, s if choice.inner else None, bias, frame)
+    if choice.inner:
+        y = factor_folding.apply(op, inputs, None, s, None, frame)
+        y = y if r is None else rowwise(y, r, op.output_axis, frame, torch.mul)
+    elif factor_convolution.usable(op, inputs[0], s, r, frame):
         y = factor_convolution.convolved(op, inputs[0], s, r)
-        return y if bias is None else row_factors.affine(y, None, bias, op.output_axis, frame)
-    if not choice.outer and factor_product.usable(op, inputs[0], s, r):
-        return factor_product.factored(op, inputs[0], s, r, bias, frame, by_draw=choice.inner)
-    if s is not None and not choice.inner:
-        inputs = scale_inputs(op, inputs, s, frame, torch.mul, private=True)
-    if choice.outer:  # then whatever there is of s is in the weight too
-        return factor_folding.apply(op, inputs, r, s, bias, frame)
-    inner = choice.inner
-    y = (
-        factor_folding.apply(op, inputs, None, s, None, frame)
-        if inner
-        else op.compute(inputs, op.weight, None)
-    )
-    if switches.paths.rows:
-        return row_factors.affine(y, r, bias, op.output_axis, frame)
-    if r is not None:
-        y = rowwise(y, r, op.output_axis, frame, torch.mul)
+    else:
+        return None
     return y if bias is None else rowwise(y, bias[:, None, None], op.output_axis, frame, torch.add)
 
 
@@ -90,20 +69,19 @@ def _by_kernels(rule: Rank1Rule, op: Operation, inputs: Inputs, frame: Frame) ->
                 return None
     elif not frame.tiled and s is None:
         return None
-    outer, inner = (
-        None if f is None else factor_sweep.seeded(f, stream, rule.clip, frame, rule.name)  # type: ignore[arg-type]
-        for stream, f in enumerate((r, s))
-    )
+    slots = op.input_slots
+    if not op.is_matrix and (len(slots) != 1 or slots[0].position != 0):
+        return None
+    outer, inner = (_factor(rule, which, frame) for which in ("r", "s"))
     if (outer is None) != (r is None) or (inner is None) != (s is None):
         return None
     bias = factor_sweep.held(op, "bias")
     if bias is not None:
         bias = frame.pick(bias).contiguous()  # [K, C]
+        if outer is not None and len(outer.loc) > len(bias):
+            bias = bias.repeat_interleave(len(outer.loc) // len(bias), 0)
     if op.is_matrix:
         return product_sweep.multiplied(op, x.contiguous(), inner, outer, bias, frame)
-    slots = op.input_slots
-    if len(slots) != 1 or slots[0].position != 0:
-        return None
     if inner is not None:
         draws = 1 if frame.tiled else frame.draws
         changed = factor_sweep.scaled(x, inner, None, slots[0].axis, draws, private=True)
@@ -113,11 +91,21 @@ def _by_kernels(rule: Rank1Rule, op: Operation, inputs: Inputs, frame: Frame) ->
     y = op.compute((x, *inputs[1:]), op.weight, None)
     if outer is None:
         frame.tiled = True
-        return row_factors.affine(y, None, bias, op.output_axis, frame)
+        return y if bias is None else rowwise(y, bias[:, None, None], op.output_axis, frame, torch.add)
     done = factor_sweep.scaled(y, outer, bias, op.output_axis, own=True)
     return (
         factor_sweep.scaled(y.contiguous(), outer, bias, op.output_axis, own=True) if done is None else done
     )
+
+
+def _factor(rule: Rank1Rule, which: str, frame: Frame) -> factor_sweep.Seeded | None:
+    """A factor as the kernels take it: with noise that they make, or in numbers."""
+    factor = rule._modules.get(which)
+    if factor is None:
+        return None
+    assert isinstance(factor, Factor)
+    made = factor_sweep.seeded(factor, ("r", "s").index(which), rule.clip, frame, rule.name)
+    return factor_sweep.given(rule.sample_factor(factor, which, frame), frame) if made is None else made
 
 
 def _noisy(factor: nn.Module | None) -> bool:

@@ -11,6 +11,7 @@ from slimbayes.accelerate.cpu.lstm_layer import LSTMLayers
 from slimbayes.accelerate.factor_groups import FactorGroups
 from slimbayes.accelerate.late_tiling import LATE_TILING
 from slimbayes.accelerate.log_sigma import Interpolation
+from slimbayes.accelerate.members import Members
 from slimbayes.accelerate.patch_indices import PatchIndices
 from slimbayes.accelerate.patch_lookahead import PatchLookahead
 from slimbayes.accelerate.point_factors import PointFactors
@@ -18,7 +19,6 @@ from slimbayes.accelerate.random_weights import RandomWeights
 from slimbayes.accelerate.rank1_layers import Rank1Layers
 from slimbayes.accelerate.row_factors import RowFactors
 from slimbayes.accelerate.weight_groups import WeightGroups
-from slimbayes.accelerate.weight_kl import WeightKL
 from slimbayes.core.paths import attach
 
 attach(
@@ -31,8 +31,8 @@ attach(
     PatchLookahead(),
     Rank1Layers(),
     RandomWeights(),
-    WeightKL(),
     LSTMLayers(),
     LATE_TILING,
+    Members(),
     Interpolation(),
 )

@@ -15,11 +15,11 @@ from slimbayes.core.paths import refresh
 class FastPaths:
     """Which fast paths are taken. All give the plain path's result: same moments, same gradients.
 
-    noise: normals on the CPU from raw bits and vectorised arithmetic, instead of torch's serial generator.
-    factors: the rank-1 factors of all layers sampled by one operation, and their KL by another; patches likewise.
-    rows: factors on rows with a backward pass of one sweep.
+    noise: unseeded noise on the CPU by the kernels in C, instead of torch's serial generator.
+    factors: the KL of the rank-1 factors of all layers by one operation, on a GPU their samples too; patches likewise.
+    rows: factors on rows with a backward pass of one sweep, by the kernels in C and on a GPU.
     folded: shared rank-1 factors folded into the weights where that is cheaper.
-    weights: weight samples of MeanField and KTied with their KL as a by-product.
+    weights: unseeded weight samples of MeanField and KTied with their KL as a by-product, by kernels.
     log_sigma: Σ log σ of a k-tied layer by interpolation instead of a pass over all weights.
     members: the members of a small deep ensemble as one batched network.
     late: what comes before the first random layer is computed once, not once per draw.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate.row_factors import plain_backward
+from slimbayes.accelerate.situation import further
 from slimbayes.core.rules.local import spoil_infinite
 
 
@@ -35,7 +35,7 @@ class _ThinNoise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, extra, thin, stddev, epsilon = ctx.saved_tensors
-        if plain_backward(grad):
+        if further(grad):
             return grad, *_again(x, a, b, extra, epsilon, grad), None
         h = (grad * epsilon).div_(stddev)
         # Where the variance was clamped (an input of zeros) its square root has no slope.

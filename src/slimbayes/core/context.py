@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slimbayes.core.keyed_noise import keyed_noise, noise_key
 from slimbayes.core.noise import fresh_noise
-from slimbayes.core.second_runs import Memory, draw_run_again, unseen
+from slimbayes.core.second_runs import Memory, draw_run_again, may_run_again, unseen
 
 Value = TypeVar("Value")
 NOISE_MODES = ("example", "shared", "mean")
@@ -91,6 +91,9 @@ class Draw:
     rows_seen: dict[str, list[int]] | None = None  # of every call, by layer
     late: Late | None = None  # None: the inputs are repeated before the network sees them
     settled: Settled | None = None  # of a single draw
+    first_node: int | None = (
+        None  # the number of its graph's first, if there is a graph that leads back to it
+    )
     memory: Memory | None = None  # of what a second run needs, where there may be one
     again: bool = False  # this is a second run
     whole: bool = False  # the network runs on the batch as it is: other rows stand for themselves
@@ -109,6 +112,12 @@ class Draw:
         """The network has run: nothing is left that keeps what was sampled."""
         self.cache, self.prefilled, self.noises, self.chosen, self.byproducts = {}, {}, {}, {}, {}
         self.rows_seen = None
+
+    def remember(self) -> None:
+        """A checkpoint is around the layer that runs: what was sampled is kept, and what follows can be made again."""
+        assert self.first_node is not None
+        self.memory = Memory(self.first_node)
+        self.prefilled = {**self.cache, **self.prefilled}
 
     def second_run(self, known: dict[str, Any]) -> Draw:
         """The same draw for layers that run again, with what was sampled for it before the network ran."""
@@ -322,6 +331,8 @@ def frame(layer: str, rows: int, components: int = 1, untiled: bool = False) -> 
                 f"sb.draw(model, x), or pass x.repeat({components}, ...)."
             )
         return Frame(components, 1, rows // components, 1, "example", None)
+    if draw.memory is None and draw.first_node is not None and may_run_again():
+        draw.remember()
     if draw.rows_seen is not None:
         draw.rows_seen.setdefault(layer, []).append(rows)
     if untiled:

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes.core.layers.base import Converted
 from slimbayes.core.memory import Footprint
 from slimbayes.core.methods.base import Method
 from slimbayes.core.modes import Modes
+from slimbayes.core.paths import attach_now
+from slimbayes.core.priors import Prior
+from slimbayes.core.rules.base import Rule
 from slimbayes.core.sharded import have_company, is_shared_out
 from slimbayes.core.walk import Layers, Survey, modules, walk
 
@@ -29,6 +33,7 @@ class Record:
     components: int
     step_components: int | None
     dropouts: tuple[str, ...]
+    # ``shared_priors``, of the parameters that no rule converted, follows from the methods.
     recurrent: bool = False  # it holds layers that no compiler takes
     sequential: bool = False  # it holds recurrent or attention layers that are not converted
     verdicts: dict[Any, Any] = field(
@@ -43,6 +48,15 @@ class Record:
     baseline: Tensor = field(default_factory=lambda: torch.zeros(()))  # running nll, for learned mixing
     survey: Survey | None = None  # the modules, as last seen
     modes: Modes = field(default_factory=Modes)  # in which threads run it
+
+    def __post_init__(self) -> None:
+        attach_now()
+        given = [method.traits.shared_prior for method in self.methods]
+        self.shared_priors: tuple[Prior, ...] = tuple([prior for prior in given if prior is not None])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()  # what an older release has left out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         return replace(
@@ -112,6 +126,17 @@ def converted_layers(model: nn.Module) -> Layers:
     inner = unwrap(model)
     known = _survey(inner)
     return walk(inner) if known is None else known.converted(inner)
+
+
+def ruled_layers(model: nn.Module) -> list[tuple[Rule, Converted]]:
+    """Every converted layer with its rule: ``converted_layers`` as what asks all of them takes it."""
+    inner = unwrap(model)
+    known = _survey(inner)
+    if known is None:
+        return [(layer.bayes, layer) for _, layer in walk(inner)]
+    # Not by attribute: a module's own modules take a detour, once for every layer and step.
+    pairs: list[Any] = [(layer._modules.get("bayes"), layer) for _, layer in known.converted(inner)]
+    return [(layer.bayes if rule is None else rule, layer) for rule, layer in pairs]
 
 
 def hooked(model: nn.Module) -> bool:

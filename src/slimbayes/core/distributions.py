@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,13 +19,22 @@ def bounded_exp(x: Tensor) -> Tensor:
     return x.clamp(max=math.log(torch.finfo(x.dtype).max) * (1.0 - torch.finfo(x.dtype).eps)).exp()
 
 
+def broadcast(loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in one shape; torch's own way to see to it takes several times as long as a small network's layer."""
+    if loc.shape == scale.shape:
+        return loc, scale
+    loc, scale = torch.broadcast_tensors(loc, scale)
+    return loc, scale
+
+
 class Normal(td.Normal):
     """N(loc, scale²), reparameterised: x = loc + scale·ε with ε standard normal."""
 
     noise = "normal"
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        super().__init__(loc, scale, validate_args=False)
+        self.loc, self.scale = broadcast(loc, scale)
+        td.Distribution.__init__(self, self.loc.shape, validate_args=False)
 
     def point(self) -> Tensor:
         """The mean."""
@@ -32,7 +42,7 @@ class Normal(td.Normal):
 
     def from_noise(self, epsilon: Tensor) -> Tensor:
         """Map standard noise to a sample."""
-        return self.loc + self.scale * epsilon
+        return torch.addcmul(self.loc, self.scale, epsilon)
 
 
 class Cauchy(td.Cauchy):
@@ -41,7 +51,8 @@ class Cauchy(td.Cauchy):
     noise = "cauchy"
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        super().__init__(loc, scale, validate_args=False)
+        self.loc, self.scale = broadcast(loc, scale)
+        td.Distribution.__init__(self, self.loc.shape, validate_args=False)
 
     def point(self) -> Tensor:
         """The location (the median)."""
@@ -49,7 +60,7 @@ class Cauchy(td.Cauchy):
 
     def from_noise(self, epsilon: Tensor) -> Tensor:
         """Map standard noise to a sample."""
-        return self.loc + self.scale * epsilon
+        return torch.addcmul(self.loc, self.scale, epsilon)
 
 
 class LogNormal(td.Distribution):
@@ -62,7 +73,7 @@ class LogNormal(td.Distribution):
     scale: Tensor
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        self.loc, self.scale = torch.broadcast_tensors(loc, scale)
+        self.loc, self.scale = broadcast(loc, scale)
         super().__init__(self.loc.shape, validate_args=False)
 
     def point(self) -> Tensor:
@@ -90,7 +101,7 @@ class HalfCauchy(td.Distribution):
     scale: Tensor
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        self.loc, self.scale = torch.broadcast_tensors(loc, scale)
+        self.loc, self.scale = broadcast(loc, scale)
         super().__init__(self.loc.shape, validate_args=False)
 
     def point(self) -> Tensor:
@@ -148,7 +159,10 @@ class ScaledBernoulli(td.Distribution):
 
 
 class KTiedNormal(td.Distribution):
-    """N(loc, (U Vᵀ)²) over a weight seen as an m×n matrix; U [m, k] and V [n, k] are positive."""
+    """N(loc, (U Vᵀ)²) over a weight seen as an m×n matrix; U [m, k] and V [n, k] are positive.
+
+    Of a stack of weights U and V have one axis more, in front, and the means may be flat.
+    """
 
     noise = "normal"
     arg_constraints = {}
@@ -162,8 +176,11 @@ class KTiedNormal(td.Distribution):
     @property
     def scale(self) -> Tensor:
         """σ = U Vᵀ at the weight's own shape, in the type of its factors even under autocast."""
-        with torch.autocast(device_type=self.u.device.type, enabled=False):
-            return (self.u @ self.v.t()).reshape(self.loc.shape)
+        device = self.u.device.type
+        if not torch.is_autocast_enabled(device):
+            return (self.u @ self.v.mT).reshape(self.loc.shape)
+        with torch.autocast(device_type=device, enabled=False):
+            return (self.u @ self.v.mT).reshape(self.loc.shape)
 
     def point(self) -> Tensor:
         """The mean."""
@@ -171,7 +188,7 @@ class KTiedNormal(td.Distribution):
 
     def from_noise(self, epsilon: Tensor) -> Tensor:
         """Map standard noise to a sample."""
-        return self.loc + self.scale * epsilon
+        return torch.addcmul(self.loc, self.scale, epsilon)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log N(x; loc, σ²), elementwise."""
@@ -215,3 +232,11 @@ def without_row(tensor: Tensor, row: int | None, axis: int = 0) -> Tensor:
 
 
 Spread = Normal | Cauchy | LogNormal | HalfCauchy | Delta | ScaledBernoulli | KTiedNormal
+
+
+def with_parameters(spread: Spread, change: Callable[[Tensor], Tensor]) -> Spread:
+    """The spread, made for this call alone, with its location and scale changed."""
+    spread.loc = change(spread.loc)
+    if "scale" in spread.__dict__:  # not a scale that is computed from other tensors
+        spread.scale = change(spread.scale)  # type: ignore[misc,union-attr]
+    return spread

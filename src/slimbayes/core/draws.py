@@ -13,7 +13,15 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from slimbayes.core.context import Draw, Supply, choose_components
-from slimbayes.core.conversion import Record, converted_layers, every_module, find_record, shared_out, unwrap
+from slimbayes.core.conversion import (
+    Record,
+    every_module,
+    find_record,
+    hooked,
+    ruled_layers,
+    shared_out,
+    unwrap,
+)
 from slimbayes.core.facts import facts_for, leave_all, leave_facts, remembers
 from slimbayes.core.fitness import check_not_meta, explain_network
 from slimbayes.core.passes import Place, one_pass, places, stack
@@ -22,7 +30,8 @@ from slimbayes.core.plan import Plan
 from slimbayes.core.probes import verify_unsplit
 from slimbayes.core.row_mixing import in_passes
 from slimbayes.core.rows import FlatInputs, flatten_inputs, may_be_split, run, unfold
-from slimbayes.core.second_runs import Memory
+from slimbayes.core.sampling import find_groups, sample_group
+from slimbayes.core.second_runs import next_node
 from slimbayes.core.sharded import agreed, same_noise
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -118,7 +127,7 @@ def _draw_wanted(
 
 def _start(model: nn.Module, record: Record, flat: FlatInputs, plan: Plan) -> Draw:
     """A draw of this plan, of the components that take part."""
-    components, ids = _active_components(unwrap(model), record, flat.leaves, plan.seed)
+    components, ids = _active_components(model, record, flat.leaves, plan.seed)
     return Draw(
         components,
         plan.samples,
@@ -211,9 +220,13 @@ def _draw_in_mode(model: nn.Module, record: Record, flat: FlatInputs, plan: Plan
 def _pass(model: nn.Module, flat: FlatInputs, now: Draw, repeats: int, course: Any = None) -> Any:
     """The output for all rows of a draw: the inputs, repeated so often."""
     args, kwargs = flat.tile(repeats)
-    now.memory = Memory(now.seed is not None) if remembers() else None
+    if remembers():
+        now.first_node = next_node()
+        if now.seed is not None:  # places in the generator's sequence are taken with and without checkpoints
+            now.remember()
     shared = shared_out(model)
-    prepare(model, now, course)
+    if not shared:  # else every layer samples when it runs, and has its tensors whole
+        prepare(model, now, course)
     with same_noise(every_module(unwrap(model)), by_data=True) if shared else _NOTHING:
         output = run(model, args, kwargs, flat, now)
     if type(output) is Tensor and output.is_meta:
@@ -246,7 +259,7 @@ def _draw_split(model: nn.Module, record: Record, flat: FlatInputs, plan: Plan) 
 
 
 def _split_in_mode(model: nn.Module, record: Record, flat: FlatInputs, plan: Plan) -> Any:
-    components, ids = _active_components(unwrap(model), record, flat.leaves, None)
+    components, ids = _active_components(model, record, flat.leaves, None)
     if flat.batch % components != 0:
         raise ValueError(
             f"split=True shares {flat.batch} examples among {components} components, which do not divide them: give a "
@@ -269,16 +282,23 @@ def prepare(model: nn.Module, now: Draw, course: Any) -> None:
     """Sample ahead of the network what is sampled sooner for many layers at once."""
     if course is not None and course.prepared(now):
         return
-    if shared_out(model):
-        return  # every layer samples when it runs, and has its tensors whole
-    layers = [(layer.bayes, layer) for _, layer in converted_layers(model)]
+    layers = ruled_layers(model)
     for ask in ASKED.prepare:
         ask(model, layers, now, course)
+    if now.seed is not None or now.noise == "mean" or torch.compiler.is_compiling():
+        return
+    groups = find_groups(layers, now)
+    if groups and not hooked(model):  # a hook may change what a layer has when it runs
+        for group in groups:
+            sample_group(group, now)
 
 
 def _active_components(
     model: nn.Module, record: Record, leaves: list[Any], seed: int | Supply | None
 ) -> tuple[int, Tensor | None]:
+    if record.step_components is None:
+        return record.components, None
+    model = unwrap(model)
     step = _component_count(model, record)
     if step == record.components:
         return step, None

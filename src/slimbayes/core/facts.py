@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from slimbayes.core import second_runs
 from slimbayes.core.context import Draw
 
-_ATTRIBUTE = "_slimbayes_facts"
+_KEY = "_slimbayes_facts"  # of a tensor's attribute, and among what autograd's nodes carry
 _FARTHEST = 128  # nodes between a draw's outputs and what is scored
 
 
@@ -74,10 +74,10 @@ class Marker(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, facts: Facts, draw: Draw, first: Any, output: Tensor, *others: Tensor) -> Tensor:
-        ctx.facts, ctx.draw, ctx.first = facts, draw, first
+    def forward(ctx: Any, draw: Draw, first: Any, output: Tensor, *others: Tensor) -> Tensor:
+        ctx.draw, ctx.first = draw, first
         ctx.set_materialize_grads(False)
-        if first is None and draw.prefilled:
+        if first is None and draw.memory is not None and draw.prefilled:
             ctx.save_for_backward(*[one for one in draw.prefilled.values() if isinstance(one, Tensor)])
         ctx.others = [(given.shape, given.dtype, given.device) for given in others]
         return output.detach()
@@ -85,14 +85,13 @@ class Marker(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         keeper = ctx if ctx.first is None else ctx.first
-        try:
-            second_runs.enter(ctx.draw, keeper.saved_tensors)
-        except RuntimeError:  # freed by an earlier backward pass: a layer that is run again will say so
-            second_runs.enter(ctx.draw, ())
-        if not ctx.others:
-            return None, None, None, grad
+        if ctx.draw.memory is not None:
+            try:
+                second_runs.enter(ctx.draw, keeper.saved_tensors)
+            except RuntimeError:  # freed by an earlier backward pass: a layer that is run again will say so
+                second_runs.enter(ctx.draw, ())
         others = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others]
-        return None, None, None, grad, *others
+        return None, None, grad, *others
 
 
 def remembers() -> bool:
@@ -115,14 +114,16 @@ def leave_facts(output: Any, record: object, now: Draw, facts: Facts | None = No
     """The outputs of a draw, which lead to its facts from here on; ``facts`` where it is one pass of several."""
     if not torch.is_grad_enabled():
         return output
-    log_probs = [
-        mixing.log_prob(index) if value is None else value for mixing, index, value in now.chosen.values()
-    ]
+    log_probs = (
+        [mixing.log_prob(index) if value is None else value for mixing, index, value in now.chosen.values()]
+        if now.chosen
+        else []
+    )
     whole = facts is None
     facts = facts_for(record) if facts is None else facts
     facts.passes.append(log_probs)
     facts.byproducts.update(now.byproducts)
-    if torch.compiler.is_compiling() or now.memory is None:
+    if now.first_node is None:
         return leave_all(output, facts) if whole else output
     if type(output) is Tensor:
         return _marked([output], facts, now, log_probs)[0]
@@ -142,22 +143,24 @@ def leave_all(output: Any, facts: Facts) -> Any:
     elif not remembers():  # a transform, whose tensors have no graph of their own
         for leaf in leaves:
             if leaf.is_floating_point():
-                setattr(leaf, _ATTRIBUTE, facts)
+                setattr(leaf, _KEY, facts)
     return output
 
 
 def _marked(leaves: list[Any], facts: Facts, now: Draw, log_probs: list[Tensor]) -> list[Any]:
-    assert now.memory is not None
-    by_hand = now.memory.end(now.prefilled)
+    by_hand = [] if now.memory is None else now.memory.end(now.prefilled)
     # Where nothing but the mixing is learned, its score has to find the way, too.
     learned = any([value.requires_grad for value in log_probs])
     first = None
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not (leaf.requires_grad or (learned and leaf.is_floating_point())):
             continue
-        link = [] if leaf.requires_grad else [torch.zeros((), requires_grad=True)]
-        leaves[i] = Marker.apply(facts, now, first, leaf, *link, *by_hand)  # type: ignore[no-untyped-call]
-        first = leaves[i].grad_fn if first is None else first
+        if now.memory is not None or log_probs:
+            link = [] if leaf.requires_grad else [torch.zeros((), requires_grad=True)]
+            leaf = leaves[i] = Marker.apply(now, first, leaf, *link, *by_hand)  # type: ignore[no-untyped-call]
+            first = leaf.grad_fn if first is None else first
+        if leaf.grad_fn is not None:
+            leaf.grad_fn.metadata[_KEY] = facts
     now.end()
     return leaves
 
@@ -180,7 +183,7 @@ def sums_of_trace(record: object) -> list[Any]:
 
 def _found(tensor: Tensor) -> list[Facts]:
     if not torch.compiler.is_compiling():
-        own = getattr(tensor, _ATTRIBUTE, None)
+        own = getattr(tensor, _KEY, None)
         found = [own] if own is not None else list(_markers(tensor.grad_fn))
         if found:
             return found
@@ -188,7 +191,7 @@ def _found(tensor: Tensor) -> list[Facts]:
 
 
 def _markers(node: Any) -> Iterator[Facts]:
-    """The facts of the nearest markers, in the order of the operations' arguments."""
+    """The facts that the nearest nodes carry, in the order of the operations' arguments."""
     waiting = [] if node is None else [node]
     seen: set[Any] = set()
     while waiting and len(seen) < _FARTHEST:
@@ -196,8 +199,8 @@ def _markers(node: Any) -> Iterator[Facts]:
         if node in seen:
             continue
         seen.add(node)
-        facts = getattr(node, "facts", None)
-        if isinstance(facts, Facts):
+        facts = node.metadata.get(_KEY)
+        if facts is not None:
             yield facts
         else:
             waiting.extend([before for before, _ in reversed(node.next_functions) if before is not None])

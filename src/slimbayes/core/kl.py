@@ -71,19 +71,20 @@ def ktied_normal(q: d.KTiedNormal, p: td.Normal) -> Tensor:
 
     Σ log σ = n Σ log u + m Σ log v for k = 1; k ≥ 2 needs one pass over U Vᵀ.
     """
-    squares = ((q.u.t() @ q.u) * (q.v.t() @ q.v)).sum()
+    squares = ((q.u.mT @ q.u) * (q.v.mT @ q.v)).sum()
+    m, n = q.u.shape[-2], q.v.shape[-2]
     logs: Tensor | None = None
-    if q.u.shape[1] == 1:
-        logs = len(q.v) * q.u.log().sum() + len(q.u) * q.v.log().sum()
-    elif ASKED.log_sigma:
+    if q.u.shape[-1] == 1:
+        logs = n * q.u.log().sum() + m * q.v.log().sum()
+    elif ASKED.log_sigma and q.u.dim() == 2:
         logs = first(ASKED.log_sigma, q.u.log(), q.v.log())
     if logs is None:
         least = torch.finfo(q.u.dtype).tiny
         u_most, v_most = (
-            x.detach().amax(1, keepdim=True).clamp_min(least) for x in (q.u, q.v)
+            x.detach().amax(-1, keepdim=True).clamp_min(least) for x in (q.u, q.v)
         )  # σ may be tiny
-        logs = ((q.u / u_most) @ (q.v / v_most).t()).log().sum()
-        logs = logs + len(q.v) * u_most.log().sum() + len(q.u) * v_most.log().sum()
+        logs = ((q.u / u_most) @ (q.v / v_most).mT).log().sum()
+        logs = logs + n * u_most.log().sum() + m * v_most.log().sum()
     elements = q.loc.numel()
     means = (q.loc - p.loc).square().sum()
     return 0.5 * (squares + means) / p.scale.square() - logs + elements * (p.scale.log() - 0.5)

@@ -115,7 +115,8 @@ class Categorical(Likelihood):
                 f"Categorical targets are integer class indices, got {targets.dtype} {list(targets.shape)}: "
                 "pass targets.long(), or targets.argmax(-1) of one-hot targets"
             )
-        _check_shape(draws, targets, draws.select(axis, 0).shape[1:], squeeze=False)
+        shape = draws.shape
+        _check_shape(draws, targets, shape[1:axis] + shape[axis:][1:], squeeze=False)
         if not _looks_at(draws):
             return
         classes, labels = draws.shape[axis], targets.long()

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.core import distributions as d
-from slimbayes.core.conversion import Record, converted_layers, every_module, find_record, shared_out, unwrap
+from slimbayes.core.conversion import (
+    Record,
+    converted_layers,
+    every_module,
+    find_record,
+    ruled_layers,
+    shared_out,
+    unwrap,
+)
 from slimbayes.core.facts import Facts, facts_of, sums_of_trace
 from slimbayes.core.fitness import check_not_meta, explain_network
 from slimbayes.core.kl import mixture_kl, total_kl
@@ -24,7 +32,8 @@ from slimbayes.core.likelihoods import Categorical, Likelihood, check_likelihood
 from slimbayes.core.options import check_least, is_count, is_number
 from slimbayes.core.paths import ASKED
 from slimbayes.core.priors import Prior
-from slimbayes.core.rules.base import KLTerm, stored
+from slimbayes.core.rules.base import KLTerm, Rule, stored
+from slimbayes.core.sampling import RandomTensor, kl_parts
 from slimbayes.core.sharded import on_whole, same_noise
 
 _NORM = re.compile(r"Norm(\dd)?$")  # torch's, and as other libraries name theirs: LlamaRMSNorm, LayerNorm2d
@@ -62,7 +71,8 @@ def _whole_kl(model: nn.Module, record: Record, byproducts: list[Any]) -> Tensor
 def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any]) -> Tensor:
     parts: list[Tensor] = []
     seen: set[str] = set()
-    layers = [layer for _, layer in converted_layers(model)]
+    pairs = ruled_layers(model)
+    layers = [layer for _, layer in pairs]
     dtype = torch.promote_types(like.dtype, torch.float32)
     if shared_out(model):
         with same_noise(every_module(unwrap(model))):
@@ -71,12 +81,28 @@ def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any]) -
         if seen.isdisjoint(known.names) and known.valid(layers):
             parts.append(known.kl())
             seen.update(known.names)
-    pairs = [(layer.bayes, layer) for layer in layers]
     for ask in ASKED.kl:
         for value, names in ask(pairs, seen):
             parts.append(value)
             seen.update(names)
-    parts += _term_parts(_terms(model, layers, record, seen), seen)
+    terms: list[KLTerm] = []
+    tensors: dict[str, RandomTensor] = {}
+    for rule, layer in pairs:
+        if rule.covered(seen):
+            continue
+        if type(rule).kl_terms is not Rule.kl_terms:
+            terms += rule.kl_terms(layer)
+            continue
+        for one in rule.random(layer):
+            if one.reduction == "monte_carlo":  # couples all layers
+                terms.append((one.name, *one.pair, one.reduction))
+            elif one.prior is not None and one.name not in seen:
+                tensors[one.name] = one
+    if tensors:
+        parts += kl_parts(tensors.values())
+    terms += [_shared_term(*shared) for shared in _shared_priors(model, layers, record)]
+    if terms:
+        parts += _term_parts(terms, seen)
     if len(parts) == 1 and parts[0].dtype == dtype:
         return parts[0]
     total = torch.zeros((), device=like.device, dtype=dtype)
@@ -143,15 +169,6 @@ def _any_parameter(model: nn.Module) -> Tensor:
     return torch.zeros(())
 
 
-def _terms(model: nn.Module, layers: list[Converted], record: Record, done: set[str]) -> Iterator[KLTerm]:
-    for layer in layers:
-        rule = layer.bayes
-        if not rule.covered(done):
-            yield from rule.kl_terms(layer)
-    for name, parameter, prior in _shared_priors(model, layers, record):
-        yield _shared_term(name, parameter, prior)
-
-
 def _shared_term(name: str, parameter: Tensor, prior: Prior) -> KLTerm:
     return f"shared.{name}", d.Delta(parameter), prior.distribution(parameter), "sum"
 
@@ -160,10 +177,7 @@ def _shared_priors(
     model: nn.Module, layers: list[Converted], record: Record
 ) -> Iterator[tuple[str, Tensor, Prior]]:
     """The parameters that no rule converted and that have a prior all the same."""
-    shared = [
-        method.traits.shared_prior for method in record.methods if method.traits.shared_prior is not None
-    ]
-    if not shared:
+    if not record.shared_priors:
         return
     converted = {id(p) for layer in layers for p in (*layer.parameters(), layer.weight, layer.bias)}
     rest = [(n, p) for n, p in unwrap(model).named_parameters() if id(p) not in converted and _trains(p)]
@@ -171,7 +185,7 @@ def _shared_priors(
         module for module in unwrap(model).modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     ]
     padding = {id(table.weight): table.padding_idx for table in tables}
-    for prior in shared:
+    for prior in record.shared_priors:
         for name, parameter in rest:
             yield name, d.without_row(parameter, padding.get(id(parameter))), prior
 

@@ -7,7 +7,7 @@ when paths attach or are switched, not while a network runs, so that a compiler 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,20 @@ class Course(Protocol):
         """No further pass follows."""
 
 
+class MemberInputs(NamedTuple):
+    """What an ensemble is called with."""
+
+    rows: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    split: bool  # every member takes its own rows; else each takes all
+
+
 class FastPath:
     """Another way to what core computes, with the same numbers (the same distribution where no seed is given)."""
 
     def on(self) -> bool:
-        """Whether it is switched on."""
+        """Whether it is switched on: asked when paths attach or switches change, not while a network runs."""
         return True
 
     def noise(
@@ -91,9 +100,12 @@ class FastPath:
         return ()
 
     def members(
-        self, root: nn.Module, use: Way, stacked: dict[str, Tensor], call: tuple[Any, ...], split: bool
-    ) -> Any:
-        """The output of all members of an ensemble: ``core.layers.ensemble``."""
+        self, root: nn.Module, use: Way, stacked: dict[str, Tensor], inputs: MemberInputs
+    ) -> tuple[Any] | None:
+        """The output of all members of an ensemble, rows component-major: ``core.layers.ensemble``.
+
+        ``use(tensors, args, kwargs)`` runs a member with its tensors, of which ``stacked`` holds those of all.
+        """
 
     def kernels(
         self, layer: nn.Module, x: Tensor, states: tuple[Tensor, ...], frame: Frame
@@ -135,11 +147,31 @@ class Asked:
 
 ASKED = Asked()
 _ATTACHED: list[FastPath] = []
+_LATER: list[Callable[[], object]] = []
+
+
+def attach_later(load: Callable[[], object]) -> None:
+    """Attach what ``load`` attaches when the first converted model comes to be: until then nobody asks."""
+    _LATER.append(load)
+
+
+def attach_now() -> None:
+    """Call what ``attach_later`` has been told, once: before anything of a model runs, or is traced."""
+    while _LATER:
+        _LATER.pop()()
 
 
 def attach(*paths: FastPath) -> None:
-    """Ask these paths from now on, in this order, after those that are attached already."""
-    _ATTACHED.extend(paths)
+    """Ask these paths from now on, in this order, before those that are attached already."""
+    attach_now()
+    _ATTACHED[:0] = paths
+    refresh()
+
+
+def detach(*paths: FastPath) -> None:
+    """Ask these no more."""
+    for path in paths:
+        _ATTACHED.remove(path)
     refresh()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slimbayes.core.context import NOISE_MODES, Supply
 from slimbayes.core.options import check_count, is_count
@@ -12,7 +11,7 @@ LAYOUTS = ("auto", "rows", "passes")
 _PLACES = 2**32  # of examples and of samples, as keyed noise counts them
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """The options of ``sb.draw``; ``evaluated`` says that no module is in training mode.
 
@@ -38,10 +37,5 @@ class Plan:
             raise ValueError(f"unknown noise {self.noise!r}; use 'example', 'shared' or 'mean'")
         if self.seed is not None and not isinstance(self.seed, (int, Supply)):
             raise ValueError(f"seed must be an integer or None, got {self.seed!r}")
-        check_layout(self.layout)
-
-
-def check_layout(layout: Any) -> None:
-    """Raise on a layout that there is not."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; use {', '.join(map(repr, LAYOUTS[:-1]))} or 'passes'")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {self.layout!r}; use 'auto', 'rows' or 'passes'")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +71,55 @@ class Posterior(nn.Module, ABC):
     def forward(self, loc: Tensor) -> d.Spread:
         """Distribution around ``loc``."""
 
+    def likeness(self) -> tuple[Any, ...] | None:
+        """What posteriors that ``joint`` takes together have in common; None, the default: each stands alone."""
+        return None
 
-class NormalPosterior(Posterior):
+    def joint(self, posteriors: Sequence[Any], locs: Sequence[Tensor], components: bool) -> d.Spread:
+        """One distribution of several tensors: [K, Σ numbers] where their first axis is ``components``, else flat."""
+        raise NotImplementedError(f"{type(self).__name__} has a likeness, and needs a joint")
+
+
+class Elementwise(Posterior, ABC):
+    """One scale for every element, σ = min(softplus(ρ) + 1e-7, maximum)."""
+
+    family: Callable[[Tensor, Tensor], Any]
+    maximum: float | None = None
+
+    def __init__(self, sigma: Tensor) -> None:
+        super().__init__()
+        self.rho = nn.Parameter(inverse_softplus(sigma))
+
+    def forward(self, loc: Tensor) -> Any:
+        """Distribution around ``loc``."""
+        return self._around(loc, self.rho)
+
+    def likeness(self) -> tuple[Any, ...]:
+        """The family."""
+        return type(self), self.maximum
+
+    def joint(self, posteriors: Sequence[Any], locs: Sequence[Tensor], components: bool) -> Any:
+        """All elements, one after the other."""
+        return self._around(beside(locs, components), beside([one.rho for one in posteriors], components))
+
+    def _around(self, loc: Tensor, rho: Tensor) -> Any:
+        sigma = positive(rho)
+        if self.maximum is not None:
+            sigma = _Cap.apply(sigma, self.maximum)  # type: ignore[no-untyped-call]
+        return type(self).family(loc, sigma)
+
+
+def beside(tensors: Sequence[Tensor], components: bool) -> Tensor:
+    """All their elements in one: [K, Σ numbers] where their first axis is ``components``, else [Σ numbers].
+
+    >>> beside([torch.zeros(2, 3), torch.ones(2, 1)], components=True).shape
+    torch.Size([2, 4])
+    """
+    flat = [tensor.flatten(1 if components else 0) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, -1)
+
+
+class NormalPosterior(Elementwise):
     """Normal(loc, σ), σ = min(softplus(ρ) + 1e-7, maximum).
 
     >>> q = NormalPosterior(torch.full((3,), 0.01))(torch.zeros(3))
@@ -78,53 +127,29 @@ class NormalPosterior(Posterior):
     True
     """
 
+    family = d.Normal
+
     def __init__(self, sigma: Tensor, maximum: float | None = None) -> None:
-        super().__init__()
-        self.rho = nn.Parameter(inverse_softplus(sigma))
+        super().__init__(sigma)
         self.maximum = maximum
 
-    def forward(self, loc: Tensor) -> d.Normal:
-        """Distribution around ``loc``."""
-        sigma = positive(self.rho)
-        if self.maximum is not None:
-            sigma = _Cap.apply(sigma, self.maximum)  # type: ignore[no-untyped-call]
-        return d.Normal(loc, sigma)
 
-
-class CauchyPosterior(Posterior):
+class CauchyPosterior(Elementwise):
     """Cauchy(loc, γ), γ = softplus(ρ) + 1e-7."""
 
-    def __init__(self, sigma: Tensor) -> None:
-        super().__init__()
-        self.rho = nn.Parameter(inverse_softplus(sigma))
-
-    def forward(self, loc: Tensor) -> d.Cauchy:
-        """Distribution around ``loc``."""
-        return d.Cauchy(loc, positive(self.rho))
+    family = d.Cauchy
 
 
-class LogNormalPosterior(Posterior):
+class LogNormalPosterior(Elementwise):
     """exp(Normal(loc, σ)): loc is in log-space."""
 
-    def __init__(self, sigma: Tensor) -> None:
-        super().__init__()
-        self.rho = nn.Parameter(inverse_softplus(sigma))
-
-    def forward(self, loc: Tensor) -> d.LogNormal:
-        """Distribution around ``loc``."""
-        return d.LogNormal(loc, positive(self.rho))
+    family = d.LogNormal
 
 
-class HalfCauchyPosterior(Posterior):
+class HalfCauchyPosterior(Elementwise):
     """loc + |Cauchy(0, γ)|: loc is the edge of the support, shared with the prior and not trained."""
 
-    def __init__(self, sigma: Tensor) -> None:
-        super().__init__()
-        self.rho = nn.Parameter(inverse_softplus(sigma))
-
-    def forward(self, loc: Tensor) -> d.HalfCauchy:
-        """Distribution around ``loc``."""
-        return d.HalfCauchy(loc, positive(self.rho))
+    family = d.HalfCauchy
 
 
 class DeltaPosterior(Posterior):
@@ -175,3 +200,14 @@ class KTiedPosterior(Posterior):
     def forward(self, loc: Tensor) -> d.KTiedNormal:
         """Distribution around ``loc``."""
         return d.KTiedNormal(loc, self.log_u.exp(), self.log_v.exp())
+
+    def likeness(self) -> tuple[Any, ...]:
+        """Matrices of one size, whose products are one call."""
+        return type(self), self.log_u.shape, self.log_v.shape
+
+    def joint(self, posteriors: Sequence[Any], locs: Sequence[Tensor], components: bool) -> d.KTiedNormal:
+        """Flat means of a stack of factors, [M, m, k] and [M, n, k]."""
+        if len(locs) == 1:
+            return self(locs[0].flatten())  # type: ignore[no-any-return]
+        u, v = (torch.stack([getattr(one, side) for one in posteriors]).exp() for side in ("log_u", "log_v"))
+        return d.KTiedNormal(beside(locs, components), u, v)

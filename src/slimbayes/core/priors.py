@@ -30,6 +30,10 @@ class Prior(ABC):
     def distribution(self, like: Tensor, fan_in: int | None = None) -> d.Spread:
         """The prior of a tensor like ``like``; ``fan_in`` is None for biases and factors."""
 
+    def at(self, fan_in: int | None) -> Prior:
+        """The prior with what follows from a fan-in put in: tensors of one such prior may be taken together."""
+        return self
+
 
 @dataclass(frozen=True)
 class Normal(Prior):
@@ -118,5 +122,14 @@ class HeNormal(Prior):
 
     def distribution(self, like: Tensor, fan_in: int | None = None) -> d.Normal:
         """The prior of a tensor like ``like``."""
-        scale = 1.0 if fan_in is None else math.sqrt(2.0 / fan_in)
-        return d.Normal(_scalar(0.0, like), _scalar(scale, like))
+        return self.at(fan_in).distribution(like)
+
+    def at(self, fan_in: int | None) -> Normal:
+        """A Normal of that scale."""
+        return Normal(0.0, 1.0 if fan_in is None else math.sqrt(2.0 / fan_in))
+
+
+# By the names that files and texts have for them. One of your own is one more line: ``PRIORS["StudentT"] = StudentT``.
+PRIORS: dict[str, type[Prior]] = {
+    kind.__name__: kind for kind in (Normal, Cauchy, LogNormal, HalfCauchy, HeNormal)
+}

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.core.bypass import check_called
 from slimbayes.core.context import Draw, RowError, row_message
 from slimbayes.core.conversion import Record, unwrap
 from slimbayes.core.memory import out_of_memory
@@ -167,6 +166,8 @@ def _compared(model: nn.Module, record: Record, flat: FlatInputs) -> Verdict | N
         alone = _run(model, flat, single)
     except Exception:
         return None
+    from slimbayes.core.bypass import check_called  # needed once for each kind of inputs
+
     check_called(model, flat, single)
     copied = _draw(record, flat, _COPIES)
     try:

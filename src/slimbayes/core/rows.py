@@ -42,10 +42,10 @@ class FlatInputs:
     def tile(self, draws: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with the batch repeated for every draw: [draws·B, ...], draws outermost."""
         flat = self
+        if self.spec is _ONE:
+            return (self.leaves[0] if draws == 1 else repeat_rows(self.leaves[0], draws),), {}
         if draws > 1:
             flat = self.map_tiled(lambda leaf: repeat_rows(leaf, draws), self.batch)
-        if self.spec is _ONE:
-            return tuple(flat.leaves), {}
         args, kwargs = pytree.tree_unflatten(flat.leaves, self.spec)
         return args, kwargs
 
@@ -67,11 +67,14 @@ def flatten_inputs(
     model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], shared: Sequence[str | int]
 ) -> FlatInputs:
     """Find the batch axis: the first dimension of the first tensor and of all others of that length."""
-    if len(inputs) == 1 and not named and not shared and type(inputs[0]) is Tensor:
-        leaves, spec = list(inputs), _ONE  # most networks, most calls
-    else:
-        _refuse_packed(inputs, named)
-        leaves, spec = pytree.tree_flatten((inputs, named))
+    if (
+        len(inputs) == 1 and not named and not shared and type(inputs[0]) is Tensor
+    ):  # most networks, most calls
+        x = inputs[0]
+        if x.dim() and x.shape[0] and not x.is_meta:
+            return FlatInputs([x], _ONE, {0}, x.shape[0])
+    _refuse_packed(inputs, named)
+    leaves, spec = pytree.tree_flatten((inputs, named))
     whole = _whole_leaves(model, inputs, named, shared)
     batch = _batch_size(leaves, whole)
     if any([isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves]):
@@ -232,7 +235,11 @@ def may_be_split(record: Record, leaves: list[Any], tiled: set[int], now: Draw) 
 def unfold(output: Any, draws: int, batch: int) -> Any:
     """What the network gave back, its rows split into draws: [draws, B, ...]."""
     if type(output) is Tensor and output.dim() > 0 and output.shape[0] % (draws * batch) == 0:
-        return output.unsqueeze(0) if draws == 1 else output.unflatten(0, (draws, output.shape[0] // draws))
+        return (
+            output.unsqueeze(0)
+            if draws == 1
+            else output.view(draws, output.shape[0] // draws, *output.shape[1:])
+        )
     leaves, spec = pytree.tree_flatten(output)
     unfolded = 0
     for i, leaf in enumerate(leaves):

@@ -22,16 +22,25 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 _task_id = torch._C._current_graph_task_id
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.7
+
+
+def may_run_again() -> bool:
+    """Whether the layer that runs in a draw with gradients may be inside a checkpoint.
+
+    Reentrant checkpointing turns gradients off; the other catches what autograd keeps, which older torch does not tell.
+    """
+    return not torch.is_grad_enabled() or _top_hooks is None or _top_hooks(False) is not None
 
 
 class Memory:
-    """What a second run of a draw needs and the draw itself does not say."""
+    """What a second run of a draw needs and the draw itself does not say: made at the first sign of a checkpoint."""
 
-    def __init__(self, seeded: bool) -> None:
+    def __init__(self, first: int) -> None:
         self.thread = threading.get_ident()
-        self.first = self.last = _next_node()  # numbers of the nodes made in the draw
-        self.start = torch.get_rng_state() if seeded else None  # such a draw leaves the generator as it was
+        self.first = self.last = first  # numbers of the nodes made in the draw
+        self.start: Tensor | None = None  # of the generator, which a draw with a seed leaves as it was
         self.places = 0
         self.remade = 0  # samples made again
         self.generators: dict[str, list[Tensor]] = {}  # their states when a sample was made, by its name
@@ -76,6 +85,8 @@ class Memory:
 
     def note_stream(self, source: str, stream: int) -> None:
         """Keyed noise with this number is about to be made."""
+        if self.start is None:
+            self.start = torch.get_rng_state()
         self.places += 1
         self.streams.setdefault(source, {})[_place()] = stream
 
@@ -112,7 +123,7 @@ class Memory:
 
     def end(self, prefilled: dict[str, Any]) -> list[Tensor]:
         """The network has run: the samples to which gradients come by hand, whose nodes have to be visited for them."""
-        self.last = _next_node()
+        self.last = next_node()
         self._put_back()
         self.early = {name: None if isinstance(value, Tensor) else value for name, value in prefilled.items()}
         if not self.by_hand:

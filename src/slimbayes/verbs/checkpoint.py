@@ -20,11 +20,11 @@ from safetensors.torch import load as deserialize
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
-from slimbayes.core import priors
 from slimbayes.core.conversion import ATTRIBUTE, Record, find_record, shared_out, unwrap
 from slimbayes.core.convert import all_or_nothing, bayesianize
 from slimbayes.core.layers.dropout import ACTIVE
 from slimbayes.core.methods import METHODS, DeepEnsemble, Deterministic, MCDropout, Method
+from slimbayes.core.priors import PRIORS, Prior
 from slimbayes.core.sharded import local, one_writes, shared_as, whole
 from slimbayes.files import FALSE_CLAIMS, parse_json, read_whole, shortened, write_whole
 from slimbayes.verbs.adapters import base_tensors, fingerprint, other_base
@@ -33,10 +33,6 @@ from slimbayes.verbs.untrusted_files import check_members, outgrows, weightless
 FORMAT = 1
 HEADER = "slimbayes"
 MOST_TENSORS = 100_000  # of one file: making them takes time, however small they are
-PRIORS: dict[str, type[priors.Prior]] = {
-    kind.__name__: kind
-    for kind in (priors.Normal, priors.Cauchy, priors.LogNormal, priors.HalfCauchy, priors.HeNormal)
-}
 Network = TypeVar("Network", bound=nn.Module)
 
 
@@ -259,7 +255,7 @@ def _method_to_json(record: Record, index: int) -> dict[str, Any]:
         value = getattr(method, item.name)
         if item.metadata.get("later") and value == item.default:
             continue
-        if isinstance(value, priors.Prior):
+        if isinstance(value, Prior):
             value = {"family": type(value).__name__, **dataclasses.asdict(value)}  # type: ignore[call-overload]
         elif item.name == "patch" and not all(isinstance(entry, str) for entry in value):
             value = [name for name, rule in record.layers.items() if rule == index]

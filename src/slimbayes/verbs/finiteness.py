@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.accelerate.weight_kl import Raw, divergence
 from slimbayes.core.conversion import converted_layers, find_record, unwrap
 from slimbayes.core.kl import total_kl
 from slimbayes.core.layers.base import Converted
@@ -133,8 +132,7 @@ def kl_culprits(model: nn.Module) -> list[Culprit]:
     with torch.no_grad():
         for _, layer in converted_layers(model):
             for source, q, p, _ in layer.bayes.kl_terms(layer):
-                value = divergence([(q, p)]) if isinstance(q, Raw) else total_kl(q, p)
-                if not math.isfinite(float(value)):
+                if not math.isfinite(float(total_kl(q, p))):
                     found.append(Culprit("KL", source, 1, 1))
     return found
 

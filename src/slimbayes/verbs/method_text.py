@@ -6,15 +6,9 @@ import ast
 import difflib
 from typing import Any
 
-from slimbayes.core import priors
 from slimbayes.core.methods import METHODS, Method
+from slimbayes.core.priors import PRIORS
 from slimbayes.files import shortened
-
-_PRIORS = {
-    kind.__name__: kind
-    for kind in (priors.Normal, priors.Cauchy, priors.LogNormal, priors.HalfCauchy, priors.HeNormal)
-}
-
 
 _LONGEST = 10_000  # characters of a method or network
 
@@ -69,12 +63,12 @@ def named_call(text: str, what: str) -> tuple[str, list[Any], dict[str, Any]]:
 
 def _value(node: ast.expr) -> Any:
     """A literal, or a prior such as Normal(0, 1)."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _PRIORS:
-        return _PRIORS[node.func.id](*[_value(argument) for argument in node.args], **_options(node))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in PRIORS:
+        return PRIORS[node.func.id](*[_value(argument) for argument in node.args], **_options(node))
     try:
         return ast.literal_eval(node)
     except ValueError:
-        known = ", ".join(_PRIORS)
+        known = ", ".join(PRIORS)
         raise ValueError(f"{ast.unparse(node)} is neither a literal nor a prior ({known})") from None
 
 

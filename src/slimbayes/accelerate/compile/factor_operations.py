@@ -1,6 +1,8 @@
-"""``product`` and ``folded`` for compiled code on the CPU: operations that the compiler takes whole.
+"""``folded`` for compiled code on the CPU: an operation that the compiler takes whole.
 
-It would fold shared factors into a weight for every draw and multiply in batches, which takes longer.
+It would fold shared factors into a weight for every draw and multiply in batches, which takes longer. Here one draw's
+weight follows the other, in the cache. With G_d the gradient of draw d's weight, dW = Σ_d G_d ∘ l_d r_dᵀ,
+dl_d = (G_d ∘ W) r_d and dr_d = (G_d ∘ W)ᵀ l_d: a layer whose input needs no gradient never computes one.
 """
 
 from __future__ import annotations
@@ -10,112 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate import factor_folding, factor_product
 from slimbayes.core.custom_operation import operation
-
-_ARGUMENTS = "Tensor x, Tensor weight, Tensor? s, Tensor? r, Tensor? bias, bool first, bool by_draw"
-
-
-@operation("product", f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
-def factored(
-    x: Tensor,
-    weight: Tensor,
-    s: Tensor | None,
-    r: Tensor | None,
-    bias: Tensor | None,
-    first: bool,
-    by_draw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and what its gradients need: x ∘ s unless they come draw by draw, and h; empty where there is none."""
-    y, scaled, h = factor_product.forward(x, weight, s, r, bias, first, False)
-    return y, x.new_empty(0) if s is None or by_draw else scaled, x.new_empty(0) if r is None else h
-
-
-@factored.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    s: Tensor | None,
-    r: Tensor | None,
-    bias: Tensor | None,
-    first: bool,
-    by_draw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    outputs = weight.shape[0 if first else 1]
-    positions = x.numel() // x.shape[-1]
-    scaled = x.new_empty(0) if s is None or by_draw else x.new_empty(positions, x.shape[-1])
-    h = x.new_empty(0) if r is None else x.new_empty(positions, outputs)
-    return x.new_empty(*x.shape[:-1], outputs), scaled, h
 
 
 @operation(
-    "product_backward",
-    f"(Tensor grad, Tensor scaled, Tensor h, {_ARGUMENTS}, bool[] needs) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "folded",
+    "(Tensor x, Tensor weight, Tensor? left, Tensor? right, Tensor? bias, bool first, SymInt draws) -> Tensor",
 )
-def _backward(
-    grad: Tensor,
-    scaled: Tensor,
-    h: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    s: Tensor | None,
-    r: Tensor | None,
-    bias: Tensor | None,
-    first: bool,
-    by_draw: bool,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    given = factor_product.Kept(x, weight, s, r, None if s is None or by_draw else scaled, h)
-    components = 0 if bias is None else bias.shape[0]
-    made = factor_product.gradients(given, grad, needs, components, first, by_draw)
-    return tuple([x.new_empty(0) if one is None else one for one in made])
-
-
-@_backward.register_fake
-def _(
-    grad: Tensor,
-    scaled: Tensor,
-    h: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    s: Tensor | None,
-    r: Tensor | None,
-    bias: Tensor | None,
-    first: bool,
-    by_draw: bool,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    made = []
-    for like, wanted in zip((x, weight, s, r, bias), needs, strict=True):
-        there = wanted and like is not None
-        made.append(like.new_empty(like.shape) if there else x.new_empty(0))  # type: ignore[union-attr]
-    return tuple(made)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, s, r, bias, ctx.first, ctx.by_draw = inputs
-    _, scaled, h = output
-    ctx.save_for_backward(scaled, h, x, weight, s, r, bias)
-
-
-def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    needs = [bool(need) for need in ctx.needs_input_grad[:5]]
-    by_draw = ctx.by_draw
-    made = torch.ops.slimbayes.product_backward(
-        grad.contiguous(), *ctx.saved_tensors, ctx.first, by_draw, needs
-    )
-    return (*[one if need else None for one, need in zip(made, needs, strict=True)], None, None)
-
-
-factored.register_autograd(_gradients, setup_context=_setup)
-
-
-_FOLDED = "Tensor x, Tensor weight, Tensor? left, Tensor? right, Tensor? bias, bool first, SymInt draws"
-
-
-@operation("folded", f"({_FOLDED}) -> Tensor")
-def multiplied(
+def folded(
     x: Tensor,
     weight: Tensor,
     left: Tensor | None,
@@ -124,12 +28,12 @@ def multiplied(
     first: bool,
     draws: int,
 ) -> Tensor:
-    """x_d (W ∘ l_d r_dᵀ) + b_d for rows x [R, ..., in]."""
-    y = factor_folding.multiplied(x.view(draws, -1, x.shape[-1]), weight, left, right, bias, first)
+    """x_d (W ∘ l_d r_dᵀ) + b_d for rows x [R, ..., in], the weight transposed when ``first`` (it is [out, in])."""
+    y = _products(x.view(draws, -1, x.shape[-1]), weight, left, right, bias, first)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-@multiplied.register_fake
+@folded.register_fake
 def _(x: Tensor, weight: Tensor, left: Any, right: Any, bias: Any, first: bool, draws: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0 if first else 1])
 
@@ -139,7 +43,7 @@ def _(x: Tensor, weight: Tensor, left: Any, right: Any, bias: Any, first: bool, 
     "(Tensor grad, Tensor x, Tensor weight, Tensor? left, Tensor? right, bool[] needs, bool first, "
     "SymInt draws) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _folded_backward(
+def _backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -150,12 +54,17 @@ def _folded_backward(
     draws: int,
 ) -> tuple[Tensor, ...]:
     grad, flat = (side.view(draws, -1, side.shape[-1]) for side in (grad, x))
-    grad_x, *made = factor_folding.gradients(grad, flat, weight, left, right, needs, first, plain=False)
-    made.insert(0, None if grad_x is None else grad_x.view(x.shape))
-    return tuple([x.new_empty(0) if one is None else one for one in made])
+    of_x = _products(grad, weight, left, right, None, not first).view(x.shape) if needs[0] else None
+    made: tuple[Tensor | None, ...] = (None, None, None)
+    if any(needs[1:4]):
+        made = _weight_gradients(
+            (grad, flat) if first else (flat, grad), weight, left, right, (needs[1], needs[2], needs[3])
+        )
+    found = (of_x, *made, grad.sum(1) if needs[4] else None)
+    return tuple([x.new_empty(0) if one is None else one for one in found])
 
 
-@_folded_backward.register_fake
+@_backward.register_fake
 def _(
     grad: Tensor,
     x: Tensor,
@@ -174,17 +83,69 @@ def _(
     return tuple(made)
 
 
-def _folded_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.first, ctx.draws = inputs[5:]
 
 
-def _folded_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:5]]
-    made = torch.ops.slimbayes.folded_backward(
-        grad.contiguous(), *ctx.saved_tensors, needs, ctx.first, ctx.draws
-    )
+    made = _backward(grad.contiguous(), *ctx.saved_tensors, needs, ctx.first, ctx.draws)
     return (*[one if need else None for one, need in zip(made, needs, strict=True)], None, None)
 
 
-multiplied.register_autograd(_folded_gradients, setup_context=_folded_setup)
+folded.register_autograd(_gradients, setup_context=_keep)
+
+
+def _products(
+    x: Tensor,
+    weight: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    bias: Tensor | None,
+    transposed: bool,
+) -> Tensor:
+    """x_d (W ∘ l_d r_dᵀ) + b_d, or with the transposed matrix."""
+    own = torch.empty_like(weight)
+    matrix = own.t() if transposed else own
+    out = x.new_empty(*x.shape[:2], matrix.shape[1])
+    for d in range(x.shape[0]):
+        if right is None:
+            torch.mul(weight, left[d].unsqueeze(1), out=own)  # type: ignore[index]
+        else:
+            torch.mul(weight, right[d], out=own)
+            if left is not None:
+                own.mul_(left[d].unsqueeze(1))
+        if bias is None:
+            torch.mm(x[d], matrix, out=out[d])
+        else:
+            torch.addmm(bias[d], x[d], matrix, out=out[d])
+    return out
+
+
+def _weight_gradients(
+    sides: tuple[Tensor, Tensor],
+    weight: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, ...]:
+    """(dW, dl, dr) from G_d = a_dᵀ b_d [m, n] of the two ``sides``, one after the other."""
+    grad_w = torch.zeros_like(weight) if needs[0] else None
+    grad_l = torch.empty_like(left) if needs[1] and left is not None else None
+    grad_r = torch.empty_like(right) if needs[2] and right is not None else None
+    own, product = torch.empty_like(weight), torch.empty_like(weight)
+    for d, (a, b) in enumerate(zip(*sides, strict=True)):
+        torch.mm(a.t(), b, out=own)
+        row, column = (None if f is None else f[d] for f in (right, left))
+        if grad_l is not None or grad_r is not None:
+            torch.mul(own, weight, out=product)
+        if grad_l is not None:
+            grad_l[d] = product.sum(1) if row is None else torch.mv(product, row)
+        if grad_r is not None:
+            grad_r[d] = product.sum(0) if column is None else torch.mv(product.t(), column)
+        if grad_w is not None and row is not None and column is not None:
+            grad_w.addcmul_(own.mul_(row), column.unsqueeze(1))
+        elif grad_w is not None:
+            grad_w.addcmul_(own, column.unsqueeze(1) if row is None else row)  # type: ignore[union-attr]
+    return grad_w, grad_l, grad_r

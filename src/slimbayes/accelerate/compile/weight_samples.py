@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slimbayes.accelerate import switches
-from slimbayes.accelerate.cpu.weight_operation import compiled, sampled_weights
+from slimbayes.accelerate import cpu, switches
+from slimbayes.accelerate.cpu.weight_operation import sampled_weights
 from slimbayes.accelerate.cpu.weights import fits
 from slimbayes.accelerate.gpu.weight_samples import SCOPE
 from slimbayes.accelerate.random_weights import own_prior
@@ -39,7 +39,7 @@ class KnownKL:
 
 def compiled_weights(layers: Sequence[tuple[Rule, Operation]], draw: Draw, most: int) -> None:
     """Sample the weights of all layers that share them, up to ``most`` numbers, where there are kernels in C."""
-    if not (switches.paths.native and compiled()):
+    if not (switches.paths.native and cpu.compiled()):
         return
     sources: list[str] = []
     tensors: list[Tensor] = []

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.accelerate import switches
+from slimbayes.core.compiler import constant
 
 KINDS = ("normal", "uniform", "cauchy", "sign")  # in the order of noise.c
 _FLOAT32 = torch.float32
@@ -43,6 +44,12 @@ _RETURNS = {"slimbayes_sample_weights": _INT, "slimbayes_weight_gradients": _INT
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where there are none, they are turned off, or code is being traced."""
     return _load() if switches.paths.native and not torch.compiler.is_compiling() else None
+
+
+@constant
+def compiled() -> bool:
+    """Whether there are kernels, for code that is being compiled."""
+    return _load() is not None
 
 
 def state() -> str:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slimbayes.accelerate import cpu, row_factors, switches
+from slimbayes.accelerate import cpu, switches
 from slimbayes.accelerate.cpu import rows as kernels
-from slimbayes.accelerate.row_factors import Layout
+from slimbayes.accelerate.situation import by_pointers, dense_float, further
 from slimbayes.core.context import Frame
-from slimbayes.core.noise import transformed
 from slimbayes.core.posteriors import EPSILON, CauchyPosterior, DeltaPosterior, NormalPosterior
 from slimbayes.core.rules.base import Operation
 
@@ -41,17 +40,25 @@ class Seeded:
 
 def usable(op: Operation, x: Tensor, frame: Frame) -> bool:
     """Whether kernels may take this layer: plain float32 rows on the CPU, in eager code."""
-    if torch.compiler.is_compiling() or cpu.library() is None or type(x) is not Tensor:
+    if not by_pointers() or cpu.library() is None or not dense_float(x):
         return False
-    if not x.is_cpu or x.dtype != torch.float32 or x.numel() == 0 or frame.noise == "mean":
+    if x.numel() == 0 or frame.noise == "mean":
         return False
     if not (switches.paths.rows and switches.paths.factors) or torch.is_autocast_enabled("cpu"):
         return False
     for name in ("weight", "bias"):
         tensor = held(op, name)
-        if tensor is not None and not (_plain(tensor) and tensor.numel() > 0):
+        if tensor is not None and not (dense_float(tensor) and tensor.numel() > 0):
             return False
-    return torch._C._get_tracing_state() is None and not transformed()
+    return True
+
+
+def given(value: Tensor, frame: Frame) -> Seeded | None:
+    """A factor [K, S or 1, B or 1, C] of whatever numbers as points of their own; None where they are not float32."""
+    if not dense_float(value):
+        return None
+    lines = value.expand(-1, frame.samples, -1, -1).flatten(0, 2).contiguous()
+    return Seeded(lines, None, kernels.Source("point", 1))
 
 
 def seeded(factor: Factor, stream: int, clip: float | None, frame: Frame, name: str) -> Seeded | None:
@@ -61,14 +68,18 @@ def seeded(factor: Factor, stream: int, clip: float | None, frame: Frame, name: 
     """
     loc, spread = held(factor, "loc"), factor._modules["spread"]
     kind, draw = _KINDS.get(type(spread)), frame.draw
-    if kind is None or not _plain(loc):
+    if kind is None or not dense_float(loc):
         return None
     picks = draw is not None and draw.component_ids is not None
     loc = (frame.pick(loc) if picks else loc).contiguous()
     if kind == "point":
         return Seeded(loc, None, kernels.Source("point", frame.samples, clip))
     rho = held(spread, "rho")  # type: ignore[arg-type]
-    if (draw is not None and draw.seed is not None) or not _plain(rho) or getattr(spread, "maximum", None):
+    if (
+        (draw is not None and draw.seed is not None)
+        or not dense_float(rho)
+        or getattr(spread, "maximum", None)
+    ):
         return None
     lines = frame.samples * (frame.batch if frame.noise == "example" else 1)
     seed = _seed(frame, f"{name} seed")
@@ -81,9 +92,9 @@ def sampled(
     factor: Factor, stream: int, clip: float | None, frame: Frame, name: str
 ) -> Callable[[], Tensor] | None:
     """What makes the same factor a tensor [K, S, B or 1, C]; None where no call of its layer is the kernels'."""
-    if not (switches.paths.rows and switches.paths.factors and row_factors.eager()) or cpu.library() is None:
+    if not (switches.paths.rows and switches.paths.factors and by_pointers()) or cpu.library() is None:
         return None
-    if frame.draw is None or torch._C._get_tracing_state() is not None or transformed():
+    if frame.draw is None:
         return None
     made = seeded(factor, stream, clip, frame, name)
     if made is None:
@@ -106,17 +117,6 @@ def held(module: nn.Module, name: str) -> Any:
 
 def _seed(frame: Frame, key: str) -> int:
     return int(frame.once(key, _new_seed))
-
-
-def by_kernels(loc: Tensor, family: str) -> bool:
-    """Whether layers will sample factors of this family for themselves, while they use them."""
-    known = family in kernels.KINDS and switches.paths.rows and switches.paths.factors
-    return known and _plain(loc) and cpu.library() is not None
-
-
-def _plain(tensor: Tensor) -> bool:
-    kind = type(tensor)
-    return tensor.dtype == torch.float32 and tensor.is_cpu and kind in (Tensor, nn.Parameter)
 
 
 def _new_seed() -> Tensor:
@@ -162,7 +162,8 @@ def scaled(
     """x ∘ f + b along the channel ``axis`` of rows x; None for rows that do not lie densely in memory.
 
     ``draws``: how often x stands for the rows of a draw. ``private``: the result goes into one linear operation
-    alone (see ``rows.scaled``). ``own``: nobody else holds x, which may be written over.
+    alone (then its gradient is fresh memory, which may be written over).
+    ``own``: nobody else holds x, which may be written over.
     """
     layout = Layout.of(x, axis)
     if layout is None:
@@ -185,6 +186,29 @@ def _shape(x: Tensor, loc: Tensor, source: kernels.Source, layout: Layout, draws
     per_line = draws * x.shape[0] // (loc.shape[0] * source.lines)
     inner = x.numel() // (x.shape[0] * loc.shape[1])
     return kernels.Shape(per_line, inner, layout.last, x.shape[0])
+
+
+class Layout:
+    """Where the channels of dense rows lie in memory: behind all positions (``last``) or before them."""
+
+    def __init__(self, axis: int, last: bool) -> None:
+        self.axis = axis
+        self.last = last
+
+    @staticmethod
+    def of(x: Tensor, axis: int) -> Layout | None:
+        """The layout of x [R, ..., C, ...], or None for one with gaps or in another order."""
+        axis = axis % x.dim()
+        if x.movedim(axis, -1).is_contiguous():
+            return Layout(axis, True)
+        return Layout(axis, False) if axis == 1 and x.is_contiguous() else None
+
+    def dense(self, x: Tensor) -> Tensor:
+        """x itself if it lies in this layout, else a copy that does."""
+        moved = x.movedim(self.axis, -1) if self.last else x
+        if moved.is_contiguous():
+            return x
+        return moved.contiguous().movedim(-1, self.axis) if self.last else moved.contiguous()
 
 
 class _Scaled(torch.autograd.Function):
@@ -211,7 +235,7 @@ class _Scaled(torch.autograd.Function):
         x, loc, rho = ctx.saved_tensors
         layout, source, needs = ctx.layout, ctx.source, ctx.needs_input_grad
         dense = layout.dense(grad)
-        if row_factors.plain_backward(grad):
+        if further(grad):
             return (*_plain_scaled(dense, x, loc, rho, source, layout, needs[3]), None, None, None)
         out = None
         if needs[0]:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.accelerate import switches
 from slimbayes.accelerate.cpu import lstm as kernels
-from slimbayes.accelerate.cpu.lstm_steps import Backward, Forward, Given
+from slimbayes.accelerate.situation import eager
 from slimbayes.core.context import Frame
-from slimbayes.core.noise import transformed
 from slimbayes.core.paths import FastPath
 from slimbayes.core.rules.kernel_map import Mapped, by_draw, expand_groups
 from slimbayes.core.rules.rank1 import Rank1Rule
@@ -26,6 +25,24 @@ from slimbayes.sequences.kernels import Kernel, Several
 _BLOCK = 1 << 20  # numbers of a block's gates
 _PART = 1 << 18  # gates of the rows that a thread predicts together
 Pair = tuple[Tensor, tuple[Tensor, Tensor]]
+
+
+class Given(NamedTuple):
+    """z_t = r_in ∘ (W (s_in ∘ x_t)) + r ∘ (U (s ∘ h_{t−1})) + offset.
+
+    x [T, R, in]; h and c [R, H]; W and U [4H, ·]; lines for every row, or for as many groups of neighbouring rows.
+    """
+
+    x: Tensor
+    h: Tensor
+    c: Tensor
+    w: Tensor
+    u: Tensor
+    s_in: Tensor | None
+    r_in: Tensor | None
+    s: Tensor | None
+    r: Tensor | None
+    offset: Tensor | None
 
 
 class LSTMLayers(FastPath):
@@ -41,7 +58,8 @@ class LSTMLayers(FastPath):
         """The kernels with factors for every draw left out of their weights, where that takes less time."""
         assert isinstance(layer, Several)
         rows = x.shape[1] // frame.draws if frame.tiled else x.shape[1]
-        if layer.mode != "LSTM" or layer.proj_size > 0 or not by_lines(x, rows, layer.hidden_size):
+        size, proj = int(layer.hidden_size), int(layer.proj_size)  # type: ignore[arg-type]  # of nn.LSTM
+        if layer.mode != "LSTM" or proj > 0 or not by_lines(x, rows, size):
             return None
         maps: dict[str, Mapped] = {}
         for kernel in layer.kernels:
@@ -91,7 +109,7 @@ def _factored(kernel: Kernel, frame: Frame) -> Mapped | None:
 
 def usable(ih: Mapped, hh: Mapped, x: Tensor, state: tuple[Tensor, ...]) -> bool:
     """Whether the written-out passes apply: one W and one U for all rows, plain tensors of one type."""
-    if torch.compiler.is_compiling() or transformed() or torch.is_autocast_enabled(x.device.type):
+    if not eager() or not kernels.usable(x) or torch.is_autocast_enabled(x.device.type):
         return False
     if any([one.weight.shape[0] != 1 or one.flips is not None or one.whole is not None for one in (ih, hh)]):
         return False
@@ -216,11 +234,10 @@ class _Unrolled(torch.autograd.Function):
         outer = inner if r is None and r_in is None else torch.empty_like(inner)
         states = h.new_empty(longest, plan.rows, plan.size)
         of_cells = grad_c if ctx.every else None
-        back = Backward(
-            given, inputs, products, gates, cells, out, grad_out, of_cells, down, carry, inner, outer,
-            of_r_in, of_s, of_r, of_offset,
+        step = kernels.backward(
+            gates, cells, c, out, grad_out, of_cells, down, products, inputs, r_in, r, s, carry, inner, outer,
+            of_r_in, of_r, of_s, of_offset,
         )  # fmt: skip
-        step = back.steps()
         for block in reversed(blocks):
             first, count = min(block), len(block)
             for t in reversed(block):
@@ -230,7 +247,9 @@ class _Unrolled(torch.autograd.Function):
             of_u.addmm_(outer[:count].flatten(0, 1).t(), states[:count].flatten(0, 1))
             own = None if of_x is None else of_x[_slice(block)]
             _input_back(inner[:count], x[_slice(block)], w, s_in, of_w, of_s_in, own)
-        back.scale_down(h)
+        if of_s is not None and s is not None:  # the gradient of s ∘ h to those of s and h
+            of_s.addcmul_(down, h)
+            down.mul_(s)
         if of_offset is not None and offset is not None and len(offset) == 1:
             of_offset = of_offset.sum(0, keepdim=True)
         return of_x, down, carry, of_w, of_u, of_s_in, of_r_in, of_s, of_r, of_offset, None, None
@@ -262,10 +281,22 @@ def _forwards(
     products = x.new_empty(many if r is not None else 1, plan.rows, 4 * plan.size)
     inputs = x.new_empty(plan.steps if kept else 0, plan.rows, 4 * plan.size)
     scaled = None if s is None else (h * expand_groups(s, len(h))).contiguous()
-    steps = Forward(given, gates, cells, products, out, scaled, kept)
     state, turned = h if scaled is None else scaled, u.t()
     for block in plan.blocks():
-        step = steps.block(_projected(x, _slice(block), w, s_in, plan.rows, inputs if kept else None))
+        made = _projected(x, _slice(block), w, s_in, plan.rows, inputs if kept else None)
+        step = kernels.forward(
+            made,
+            products,
+            given.r_in,
+            r,
+            given.offset,
+            s,
+            given.c,
+            gates if kept else None,
+            cells,
+            out,
+            scaled,
+        )
         for t in block:
             torch.mm(state, turned, out=products[t if len(products) > 1 else 0])
             step(t, plan.before(t), t - min(block))
@@ -316,14 +347,8 @@ def _projected(
     The rows of x may be those of one draw, with the factors of all.
     """
     block = x[where]
-    if s is not None and kernels.usable(x):
+    if s is not None:
         block = kernels.inputs(block, s, rows)
-    elif s is not None and len(s) == rows == x.shape[1]:
-        block = block * s
-    elif s is not None:
-        draws = len(s) if len(s) < rows else rows // x.shape[1]
-        each = block.unsqueeze(1) if x.shape[1] < rows else block.unflatten(1, (draws, -1))
-        block = (each * s.view(draws, -1, s.shape[1])).flatten(1, 2)
     made = None if room is None else room[where].flatten(0, 1)
     flat = torch.mm(block.reshape(-1, block.shape[-1]), w.t(), out=made)
     return flat.view(len(block), -1, w.shape[0])

@@ -2,7 +2,7 @@
 
 With h = (x ∘ s) W, g the gradient of y, g' = g ∘ r and d = g' Wᵀ: one sweep gives g', Σ g∘h, Σ g∘h∘ε and Σ g, and
 another d ∘ s, Σ d∘x and Σ d∘x∘ε. Where only a factor s that a draw's rows share needs d, it is not computed:
-see ``product``.
+G_d = x_dᵀ g'_d, which dW = Σ_d s_d ∘ G_d needs anyhow, gives ds_d = Σ G_d ∘ W over outputs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate import row_factors, switches
+from slimbayes.accelerate import switches
 from slimbayes.accelerate.cpu import rows as kernels
 from slimbayes.accelerate.cpu.factor_sweep import Grads, Seeded, clipped, factor_of, to_parameters
+from slimbayes.accelerate.situation import further
 from slimbayes.core.context import Frame
 from slimbayes.core.rules.base import Operation
 
@@ -28,7 +29,7 @@ class Plan:
 
     s: kernels.Source | None
     r: kernels.Source | None
-    components: int
+    components: int  # of a bias
     draws: int  # how often x stands for the rows of a draw
     first: bool  # the weight is [out, in]
     by_draw: bool  # the gradient of s from those of each draw's weight
@@ -40,12 +41,12 @@ def multiplied(
     """r ∘ (x ∘ s) W + b for contiguous rows x [R, ..., in] and a bias [K, out] or None."""
     first = bool(op.matrix_sides(True, False)[1])  # type: ignore[arg-type]  # the output's side is first
     draws = 1 if frame.tiled else frame.draws
-    shared = s is not None and s.source.lines == frame.samples
+    shared = s is not None and len(s.loc) * s.source.lines == frame.draws
     by_draw = shared and switches.paths.folded and not x.requires_grad and op.weight.is_contiguous()
     plan = Plan(
         None if s is None else s.source,
         None if r is None else r.source,
-        frame.components,
+        frame.components if bias is None else len(bias),
         draws,
         first,
         by_draw,
@@ -57,8 +58,8 @@ def multiplied(
     return _forward(x, op.weight, bias, s_loc, s_rho, r_loc, r_rho, plan, True)[0]
 
 
-def _lines(source: kernels.Source, components: int, positions: int, given: int) -> kernels.Shape:
-    return kernels.Shape(positions // (components * source.lines), 1, True, given)
+def _lines(source: kernels.Source, loc: Tensor, positions: int, given: int) -> kernels.Shape:
+    return kernels.Shape(positions // (len(loc) * source.lines), 1, True, given)
 
 
 def _forward(
@@ -78,7 +79,7 @@ def _forward(
     positions = plan.draws * given
     scaled = flat
     if plan.s is not None and s_loc is not None:
-        shape = _lines(plan.s, plan.components, positions, given)
+        shape = _lines(plan.s, s_loc, positions, given)
         scaled = flat.new_empty(positions, flat.shape[1])
         kernels.product(flat, s_loc, s_rho, None, plan.s, shape, scaled)
     matrix = weight.t() if plan.first else weight
@@ -88,9 +89,7 @@ def _forward(
     y = out.view(-1, out.shape[-1])
     h = torch.mm(scaled, matrix, out=y) if own or plan.r is None else torch.mm(scaled, matrix)
     if plan.r is not None and r_loc is not None:
-        kernels.product(
-            h, r_loc, r_rho, bias, plan.r, _lines(plan.r, plan.components, positions, positions), y
-        )
+        kernels.product(h, r_loc, r_rho, bias, plan.r, _lines(plan.r, r_loc, positions, positions), y)
     elif bias is not None:
         y.view(bias.shape[0], -1, y.shape[1]).add_(bias.unsqueeze(1))
     return out, scaled, h
@@ -124,7 +123,7 @@ class _Multiplied(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Grads:
         x, weight, s_loc, s_rho, r_loc, r_rho, kept, h = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad
-        if row_factors.plain_backward(grad):
+        if further(grad):
             return (*_plain_multiplied(grad, x, weight, s_loc, s_rho, r_loc, r_rho, plan, ctx.biased), None)
         flat = x.view(-1, x.shape[-1])
         positions = flat.shape[0]
@@ -132,7 +131,7 @@ class _Multiplied(torch.autograd.Function):
         grad_x = grad_w = grad_b = grad_sl = grad_sr = grad_rl = grad_rr = None
         behind = any(needs[:2]) or needs[3] or needs[4]
         if plan.r is not None:
-            shape = _lines(plan.r, plan.components, positions, positions)
+            shape = _lines(plan.r, r_loc, positions, positions)
             inner = torch.empty_like(grad)
             if h is None:
                 kernels.product(grad, r_loc, r_rho, None, plan.r, shape, inner)
@@ -155,7 +154,7 @@ class _Multiplied(torch.autograd.Function):
             if needs[0] or needs[3] or needs[4]:
                 d = torch.mm(inner, weight if first else weight.t())
                 if plan.s is not None:
-                    shape = _lines(plan.s, plan.components, positions, positions)
+                    shape = _lines(plan.s, s_loc, positions, positions)
                     wanted = (needs[3], needs[4], False)
                     grad_sl, grad_sr, _ = kernels.gradients(
                         d, flat, s_loc, s_rho, plan.s, shape, d if needs[0] else None, wanted
@@ -177,7 +176,7 @@ def _by_draw(
 ) -> Grads:
     """dW, and the gradients of s, from G_d = x_dᵀ g_d of some draws after the other."""
     assert plan.s is not None
-    draws = plan.components * plan.s.lines
+    draws = len(loc) * plan.s.lines
     ones = loc.new_ones(draws, loc.shape[1])
     one = kernels.Shape(1, 1, True, draws)
     factors = kernels.product(ones, loc, rho, None, plan.s, one, torch.empty_like(ones))  # [draws, in]

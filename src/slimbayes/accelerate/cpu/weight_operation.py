@@ -8,18 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate import cpu
 from slimbayes.accelerate.cpu import weights as kernel
-from slimbayes.core.compiler import constant
 from slimbayes.core.custom_operation import operation
 
 _ARGUMENTS = "Tensor[] tensors, int[] sizes, float[] centres, float[] precisions, float[] pulls, Tensor seed, int draws"
-
-
-@constant
-def compiled() -> bool:
-    """Whether there are kernels."""
-    return cpu._load() is not None
 
 
 @operation("sampled_weights", f"({_ARGUMENTS}) -> (Tensor[], Tensor)")

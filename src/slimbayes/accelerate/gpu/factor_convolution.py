@@ -25,6 +25,7 @@ from slimbayes.accelerate.gpu.rows import (
     like,
     scale,
 )
+from slimbayes.accelerate.situation import by_pointers
 from slimbayes.core.context import Frame
 from slimbayes.core.rules.base import Operation
 
@@ -56,7 +57,7 @@ def usable(op: Operation, x: Tensor, s: Tensor | None, r: Tensor | None, frame: 
         whole = r.dtype in TYPES and r.shape[-1] == weight.shape[0] and r.is_contiguous()
         if not (small and whole and row_factors.lined(r, frame)):
             return False
-    return (s is not None or r is not None) and row_factors.eager() and torch._C._get_tracing_state() is None
+    return (s is not None or r is not None) and by_pointers()
 
 
 def _computed_in(device: str, weight: Tensor) -> torch.dtype | None:

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from slimbayes.accelerate.cpu import raw_noise
-
 
 def draw(kind: str, shape: tuple[int, ...], seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
     """Standard noise of a kind ("normal", "cauchy", "uniform", "sign") on the seed's device.
@@ -20,11 +18,6 @@ def draw(kind: str, shape: tuple[int, ...], seed: Tensor, stream: int, dtype: to
     # The odd multiplier spreads the streams over all 64 bits: neighbouring seeds share none of them.
     value = (int(seed.item()) + stream * 0x9E3779B97F4A7C15) % 2**63
     wide = dtype if dtype.itemsize >= 4 else torch.float32
-    if seed.device.type == "cpu":
-        out = torch.empty(shape, dtype=wide, device="cpu")
-        if out.numel():
-            raw_noise.fill(out.view(-1).numpy(), kind, value)
-        return out.to(dtype)
     source = torch.Generator(seed.device).manual_seed(value)
     uniform = kind != "normal"
     noise = (torch.rand if uniform else torch.randn)(shape, generator=source, dtype=wide, device=seed.device)

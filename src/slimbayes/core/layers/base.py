@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.core.context import Draw, current_draw, late_draw, repeat_rows
+from slimbayes.core.context import Draw, current_draw, repeat_rows
 from slimbayes.core.fitness import SEVERAL
 from slimbayes.core.rules.base import Operation, Rule
 from slimbayes.core.sharded import is_sharded, run_whole
@@ -68,19 +68,19 @@ class Converted(Loading, Operation, ABC):
 
     def _apply_rule(self, *inputs: Any) -> Tensor:
         output: Tensor
-        draw = current_draw()
-        if is_sharded(inputs[0]):  # tensor parallel lays out what it hands to a layer
+        if type(inputs[0]) is not Tensor and is_sharded(
+            inputs[0]
+        ):  # tensor parallel lays out what it hands to a layer
             output = run_whole(self, self._apply_rule, inputs)
             return output
+        draw = current_draw()
         if draw is not None and draw.settled is not None:
             pair = draw.settled.pair(self)
             if pair is not None and draw.fits(inputs[0].shape[0]):
                 return self.compute(inputs, *pair)
-        draw = late_draw()
-        if draw is None:
+        if draw is None or draw.late is None:
             output = self.bayes(self, inputs)
             return output
-        assert draw.late is not None
         rows = inputs[0].shape[0]
         if not draw.late.untiled(self.bayes.name, rows):
             output = self.bayes(self, inputs)

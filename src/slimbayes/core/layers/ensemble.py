@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from slimbayes.accelerate.members import allowed, kind_of_call, run_batched, small, works
 from slimbayes.core import context
 from slimbayes.core.fitness import computed
 from slimbayes.core.layers.base import expand_saved
 from slimbayes.core.layers.tensor_versions import InUse, watch
+from slimbayes.core.paths import ASKED, MemberInputs, first
 from slimbayes.core.rules.groups import join_members, run_members
-from slimbayes.core.sharded import wraps
+from slimbayes.core.sharded import have_company, wraps
 
 _ALONE = threading.RLock()
 
@@ -74,7 +74,7 @@ class Ensembled(nn.Module):
     ensemble_name: str
     _tensor_names: tuple[str, ...]
     _tied: tuple[tuple[str, str], ...] = ()  # further places of these tensors, in other modules
-    _batched: dict[str, bool]  # by kind of call
+    _batched: dict[str, bool]  # whether all run at once, by kind of call: ``ASKED.members``
     _in_use: InUse
     plain_type: type[nn.Module]  # as the module was before it was retyped
 
@@ -86,7 +86,7 @@ class Ensembled(nn.Module):
         untiled = late is not None and late.untiled(self.ensemble_name, rows)
         repeats = draw.components * draw.samples if untiled and draw is not None else 1
         frame = context.frame(self.ensemble_name, rows * repeats, self.members)
-        if any([wraps(module) for module in self.modules() if module is not self]):
+        if have_company() and any([wraps(module) for module in self.modules() if module is not self]):
             return run_members(partial(_run_sharded, self), frame.components, rows, args, kwargs)
         places = {
             **dict(self.named_parameters(remove_duplicate=False)),
@@ -110,18 +110,17 @@ class Ensembled(nn.Module):
             with self._in_use.using(own), self._alone():
                 return self.plain_type.forward(self, *member_args, **member_kwargs)
 
-        first = 0 if frame.draw is None else frame.draw.first_component
+        offset = 0 if frame.draw is None else frame.draw.first_component
 
         def call(k: int, member_args: tuple[Any, ...], member_kwargs: dict[str, Any]) -> Any:
-            k += first
+            k += offset
             return use({name: value[k] for name, value in stacked.items()}, member_args, member_kwargs)
 
-        def at_once(tensors: dict[str, Tensor]) -> Any:
-            return run_batched(use, tensors, rows, args, kwargs, split=not untiled)
-
         whole = frame.components == self.members and (frame.samples == 1 or not untiled)
-        if whole and allowed(self) and self._can_batch(kind_of_call(self, args, kwargs), stacked, at_once):
-            output = at_once(stacked)
+        inputs = MemberInputs(rows, args, kwargs, split=not untiled)
+        found = first(ASKED.members, self, use, stacked, inputs) if whole else None
+        if found is not None:
+            output = found[0]
         elif untiled:  # every member on all rows; its samples are copies
             outputs = [call(k, args, kwargs) for k in range(frame.components)]
             output = join_members(outputs, frame.samples)
@@ -133,14 +132,6 @@ class Ensembled(nn.Module):
         """torch's recurrent layers and computed weights leave tensors of a call in a module: one thread at a time."""
         leaves = any([isinstance(m, nn.RNNBase) or bool(m._forward_pre_hooks) for m in self.modules()])
         return _ALONE if leaves and not torch.compiler.is_compiling() else contextlib.nullcontext()
-
-    def _can_batch(
-        self, kind: str, stacked: dict[str, Tensor], run: Callable[[dict[str, Tensor]], Any]
-    ) -> bool:
-        """Whether the members run as one batched network, tried once for each kind of call."""
-        if kind not in self._batched:
-            self._batched[kind] = small(self, self.plain_type) and works(self, stacked, run)
-        return self._batched[kind]
 
     def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         for leaf in pytree.tree_leaves((args, kwargs)):

@@ -51,6 +51,8 @@ class BayesLinear(Converted, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer's rule."""
+        if type(input) is Tensor and input.dim() > 1:
+            return self._apply_rule(input)
         return unbatched(self._apply_rule, input, 2)
 
 

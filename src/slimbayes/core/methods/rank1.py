@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -31,9 +32,31 @@ from slimbayes.core.rules.base import Rule
 from slimbayes.core.rules.rank1 import Factor, Rank1Rule
 from slimbayes.sequences.kernels import Several
 
-POSTERIORS = ("normal", "cauchy", "lognormal", "halfcauchy", "delta")
 REDUCTIONS = ("sum", "mean", "monte_carlo")
 SIDES = ("both", "input", "output")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A posterior of the factors: what is around a location, from start scales [K, C]; and its default prior."""
+
+    posterior: Callable[[Tensor], posteriors.Posterior]
+    prior: Callable[[float], priors.Prior]  # of the neutral value, 1 or 0
+    jitter: bool = False  # of the start scales
+    positive: bool = False  # never around 0
+    edge: bool = False  # the location is the prior's: one apart from it would make the KL infinite
+
+
+# By what ``posterior=`` calls them. One of your own is one more line: ``FAMILIES["student"] = Family(...)``.
+FAMILIES = {
+    "normal": Family(posteriors.NormalPosterior, lambda one: priors.Normal(one, 0.1), jitter=True),
+    "cauchy": Family(posteriors.CauchyPosterior, lambda one: priors.Cauchy(one, 0.1)),
+    "lognormal": Family(
+        posteriors.LogNormalPosterior, lambda one: priors.LogNormal(0.0, 0.1), jitter=True, positive=True
+    ),
+    "halfcauchy": Family(posteriors.HalfCauchyPosterior, lambda one: priors.HalfCauchy(one, 0.1), edge=True),
+    "delta": Family(lambda sigma: posteriors.DeltaPosterior(), lambda one: priors.Normal(one, 0.1)),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +90,7 @@ class Rank1(Method):
 
     def __post_init__(self) -> None:
         check_count("components", self.components)
-        check_choice("posterior", self.posterior, POSTERIORS)
+        check_choice("posterior", self.posterior, tuple(FAMILIES))
         check_choice("factors", self.factors, SIDES)
         check_choice("perturbation", self.perturbation, ("multiplicative", "additive"))
         check_choice("kl_reduction", self.kl_reduction, REDUCTIONS)
@@ -83,9 +106,9 @@ class Rank1(Method):
                 f"random_sign_init={self.random_sign_init} draws ±1, which has no meaning for additive "
                 f"factors around 0; use a value ≤ 0, the standard deviation of their start"
             )
-        if self.perturbation == "additive" and self.posterior == "lognormal":
+        if self.perturbation == "additive" and FAMILIES[self.posterior].positive:
             raise ValueError(
-                "additive factors are centred at 0, which a lognormal never is; use posterior='normal'"
+                f"additive factors are centred at 0, which a {self.posterior} never is; use posterior='normal'"
             )
         if self.components_per_step is not None:
             check_count("components_per_step", self.components_per_step)
@@ -97,7 +120,7 @@ class Rank1(Method):
             self._check_random()
         if self.posterior != "delta":
             one = torch.ones(1)
-            q = type(_spread(self.posterior, one)(one))
+            q = type(FAMILIES[self.posterior].posterior(one)(one))
             check_pair(q, type(self._prior().distribution(one)))
 
     def _check_random(self) -> None:
@@ -143,22 +166,21 @@ class Rank1(Method):
     def _prior(self) -> priors.Prior:
         if self.prior is not None:
             return self.prior
-        return _default_prior(self.posterior, 0.0 if self.perturbation == "additive" else 1.0)
+        return _default_prior(FAMILIES[self.posterior], 0.0 if self.perturbation == "additive" else 1.0)
 
     def _factor(self, size: int, like: Tensor, point: bool) -> Factor:
         neutral = 0.0 if self.perturbation == "additive" else 1.0
         shape = (self.components, size)
         prior = self._prior()
-        spread: posteriors.Posterior
+        family = FAMILIES[self.posterior]
         if point or self.posterior == "delta":
             return Factor(
                 start_locations(shape, self.random_sign_init, neutral, like),
                 posteriors.DeltaPosterior(),
                 prior,
             )
-        sigma = start_scales(shape, self.dropout_rate, self.posterior in ("normal", "lognormal"), like)
-        spread = _spread(self.posterior, sigma)
-        if self.posterior == "halfcauchy":  # a location apart from the prior's would make the KL infinite
+        spread = family.posterior(start_scales(shape, self.dropout_rate, family.jitter, like))
+        if family.edge:
             edge = torch.full(shape, prior.loc, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
             return Factor(edge, spread, prior, trainable=False)
         return Factor(start_locations(shape, self.random_sign_init, neutral, like), spread, prior)
@@ -199,16 +221,9 @@ class BatchEnsemble(Method):
 
 
 @functools.cache
-def _default_prior(posterior: str, neutral: float) -> priors.Prior:
+def _default_prior(family: Family, neutral: float) -> priors.Prior:
     """The paper's prior, one object for all factors: they are compared to be sampled together."""
-    family = {
-        "normal": priors.Normal(neutral, 0.1),
-        "cauchy": priors.Cauchy(neutral, 0.1),
-        "lognormal": priors.LogNormal(0.0, 0.1),
-        "halfcauchy": priors.HalfCauchy(neutral, 0.1),
-        "delta": priors.Normal(neutral, 0.1),
-    }
-    return family[posterior]
+    return family.prior(neutral)
 
 
 def _check_sign_init(value: float) -> None:
@@ -216,16 +231,6 @@ def _check_sign_init(value: float) -> None:
         raise ValueError(
             f"random_sign_init must be a probability in (0, 1] or minus a standard deviation, got {value!r}"
         )
-
-
-def _spread(posterior: str, sigma: Tensor) -> posteriors.Posterior:
-    if posterior == "normal":
-        return posteriors.NormalPosterior(sigma)
-    if posterior == "cauchy":
-        return posteriors.CauchyPosterior(sigma)
-    if posterior == "lognormal":
-        return posteriors.LogNormalPosterior(sigma)
-    return posteriors.HalfCauchyPosterior(sigma)
 
 
 def start_locations(shape: tuple[int, int], sign_init: float, neutral: float, like: Tensor) -> Tensor:

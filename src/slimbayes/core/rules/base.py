@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from slimbayes.core import distributions as d
 from slimbayes.core.context import Draw, Frame, activate
+from slimbayes.core.distributions import with_parameters
 from slimbayes.core.paths import ASKED, first
 from slimbayes.core.rules.fixed import Fixed, own_tensors
 from slimbayes.core.rules.kernel_map import Mapped
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from slimbayes.core.posteriors import Posterior
     from slimbayes.core.rules.patching import Mixing
     from slimbayes.core.rules.rank1 import Factor
+    from slimbayes.core.sampling import RandomTensor
 
 __all__ = [
     "Inputs",
@@ -33,7 +35,6 @@ __all__ = [
     "sample",
     "scale_inputs",
     "stored",
-    "with_parameters",
 ]
 
 Combine = Callable[[Tensor, Tensor], Tensor]
@@ -107,9 +108,19 @@ class Rule(nn.Module, ABC):
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:
         """The layer's output for these inputs."""
 
-    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
-        """The pairs whose KL this layer adds; none by default."""
+    def random(self, op: Operation) -> Iterator[RandomTensor]:
+        """The layer's random tensors, for whole networks to be sampled and scored in few operations; or none."""
         return iter(())
+
+    def samples_whole(self, noise: str) -> bool:
+        """Whether ``forward`` takes samples of these tensors, which may have been made before the network runs."""
+        return False
+
+    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
+        """The pairs whose KL this layer adds; by default those of its random tensors that have a prior."""
+        for one in self.random(op):
+            if one.prior is not None:
+                yield one.name, *one.pair, one.reduction
 
     def covered(self, seen: set[str]) -> bool:
         """Whether the KL of all its random tensors is among those ``seen``, by their names."""
@@ -169,14 +180,6 @@ def sample(spread: d.Spread, frame: Frame, source: str, per_example: bool, compo
     return spread.from_noise(noise)
 
 
-def with_parameters(spread: d.Spread, change: Callable[[Tensor], Tensor]) -> d.Spread:
-    """The spread, made for this call alone, with its location and scale changed."""
-    spread.loc = change(spread.loc)
-    if isinstance(spread, (d.Normal, d.Cauchy, d.LogNormal, d.HalfCauchy)):
-        spread.scale = change(spread.scale)
-    return spread
-
-
 def rowwise(
     x: Tensor, factor: Tensor, axis: int, frame: Frame, combine: Combine, private: bool = False
 ) -> Tensor:
@@ -188,19 +191,26 @@ def rowwise(
         made: Tensor | None = first(ASKED.scaled, x, factor, axis, frame, private)
         if made is not None:
             return made
-    return combined(x, factor, axis, frame, combine)
+    factor = by_channel(factor, x, axis)
+    if frame.tiled:
+        x = x.view(frame.components, frame.samples, frame.batch, frame.extra, *x.shape[1:])
+        return combine(x, factor).flatten(0, 3)  # [R, ...]
+    result = combine(x.view(frame.batch, frame.extra, *x.shape[1:]), factor)  # [K, S or 1, B, extra, ...]
+    return result.expand(frame.components, frame.samples, *result.shape[2:]).flatten(0, 3)  # [R, ...]
 
 
-def combined(x: Tensor, factor: Tensor, axis: int, frame: Frame, combine: Combine) -> Tensor:
-    """Combine rows ``x`` [R, ...] with a factor [K, S, B or 1, C] along the channel ``axis`` of x, by broadcasting."""
+def affine(y: Tensor, factor: Tensor, bias: Tensor, axis: int, frame: Frame) -> Tensor:
+    """y ∘ factor + bias in one operation, for rows y [R, ...], a factor [K, S, B or 1, C] and a bias [K, C]."""
+    rows = y.view(frame.components, frame.samples, frame.batch, frame.extra, *y.shape[1:])
+    shift = bias[:, None, None]  # [K, 1, 1, C]
+    return torch.addcmul(by_channel(shift, y, axis), rows, by_channel(factor, y, axis)).flatten(0, 3)
+
+
+def by_channel(factor: Tensor, x: Tensor, axis: int) -> Tensor:
+    """A factor [K, S, B or 1, C] as it broadcasts against rows [K, S, B, extra, ...] along the channel ``axis``."""
     shape = [1] * (x.dim() - 1)
     shape[axis if axis < 0 else axis - 1] = factor.shape[-1]
-    factor = factor.to(x.dtype).reshape(*factor.shape[:3], 1, *shape)  # [K, S, B or 1, 1, ..., C, ...]
-    if frame.tiled:
-        x = x.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra))
-        return combine(x, factor).flatten(0, 3)  # [R, ...]
-    result = combine(x.unflatten(0, (frame.batch, frame.extra)), factor)  # [K, S or 1, B, extra, ...]
-    return result.expand(frame.components, frame.samples, *result.shape[2:]).flatten(0, 3)  # [R, ...]
+    return factor.to(x.dtype).reshape(*factor.shape[:3], 1, *shape)  # [K, S, B or 1, 1, ..., C, ...]
 
 
 def scale_inputs(

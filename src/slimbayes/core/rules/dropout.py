@@ -81,5 +81,5 @@ def dropped(x: Tensor, frame: Frame, source: str, rate: float, channel_axis: int
     shape = (frame.extra, *x.shape[1:])
     noise = frame.noise_like("uniform", source, shape, dtype, x.device, per_example)
     mask = (noise >= rate).to(x.dtype) / (1.0 - rate)  # [K, S, B or 1, extra, ...]
-    rows: Tensor = x.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra))
+    rows = x.view(frame.components, frame.samples, frame.batch, frame.extra, *x.shape[1:])
     return (rows * mask).flatten(0, 3)

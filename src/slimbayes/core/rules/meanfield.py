@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from slimbayes.core.context import Frame
 from slimbayes.core.paths import ASKED, first
 from slimbayes.core.posteriors import Posterior
 from slimbayes.core.priors import Prior
-from slimbayes.core.rules.base import Inputs, KLTerm, Operation, Rule, per_draw, rowwise, sample, scale_inputs
+from slimbayes.core.rules.base import Inputs, Operation, Rule, per_draw, rowwise, sample, scale_inputs
 from slimbayes.core.rules.fixed import Fixed
 from slimbayes.core.rules.kernel_map import Flips, Local, Mapped, by_row
 from slimbayes.core.rules.local import (
@@ -22,6 +21,7 @@ from slimbayes.core.rules.local import (
     local_variance,
     spoil_infinite,
 )
+from slimbayes.core.sampling import RandomTensor
 
 
 class SampledRule(Rule):
@@ -144,10 +144,10 @@ class SampledRule(Rule):
         posterior, mean, source, _ = self.tensor(op, which)
         known = frame.ahead(f"{source}.centred" if centred else source)
         if known is not None:
-            return known  # type: ignore[no-any-return]
+            return known
         single = None if centred else frame.ahead(f"{source}.single")
         if single is not None:
-            return single.unsqueeze(0)  # type: ignore[no-any-return]
+            return single.unsqueeze(0)
         made: Tensor | None = first(ASKED.weight, self, op, which, frame, centred)
         if made is not None:
             return made
@@ -236,34 +236,23 @@ class SampledRule(Rule):
         bias = self.bias is None or self.bias_source in seen
         return self.prior is None or (weight and bias)
 
-    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
-        """The pairs whose KL this layer adds."""
+    def random(self, op: Operation) -> Iterator[RandomTensor]:
+        """Weight and bias, as far as they are random."""
         for which in ("weight", "bias"):
-            posterior, mean, source, _ = self.tensor(op, which)
-            if posterior is not None and mean is not None and self.prior is not None:
-                yield source, *self.pair(op, which), "sum"
+            posterior, mean, source, fan_in = self.tensor(op, which)
+            if posterior is not None and mean is not None:
+                row = self.constant_row if which == "weight" else None
+                yield RandomTensor(
+                    source, posterior, mean, self.prior, fan_in, tied_mean=self.tied_mean, constant_row=row
+                )
 
-    def pair(self, op: Operation, which: str) -> tuple[d.Spread, Any]:
-        """The posterior and the prior of what is random of the "weight" or "bias"."""
-        posterior, mean, _, fan_in = self.tensor(op, which)
-        assert posterior is not None and self.prior is not None
-        row = self.constant_row if which == "weight" else None
-        q = posterior(mean)
-        if row is not None and isinstance(q, d.KTiedNormal):
-            q = d.KTiedNormal(d.without_row(q.loc, row), d.without_row(q.u, row), q.v)
-        elif row is not None:
-            q = type(q)(d.without_row(q.loc, row), d.without_row(q.scale, row))
-        p: Any = self.prior.distribution(q.loc, fan_in)
-        return q, d.Normal(q.loc, p.scale) if self.tied_mean else p
+    def samples_whole(self, noise: str) -> bool:
+        """With one weight for all examples of a draw, unless a path makes it when the layer runs."""
+        return (self.estimator == "shared" or noise == "shared") and not ASKED.weight
 
     def means(self, op: Operation) -> Iterator[Tensor]:
         """The means of the tensors that have a prior."""
-        if self.prior is None:
-            return
-        if self.weight is not None:
-            yield op.weight
-        if self.bias is not None and op.bias is not None:
-            yield op.bias
+        return (one.loc for one in self.random(op) if one.prior is not None)
 
 
 def _add_signed(y: Tensor, noise: Tensor, signs: Tensor, axis: int, frame: Frame) -> Tensor:

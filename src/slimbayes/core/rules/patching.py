@@ -151,20 +151,22 @@ class IndexedRule(Rule):
             if self.own_statistics and isinstance(op, Normalizing):
                 return op.averaged(inputs, weight, bias, self.mixing.log_probs(op.weight).exp())
             return op.compute(inputs, weight, bias)
-        weight = self._chosen(op.weight, self.weight_source, frame)
-        bias = None if op.bias is None else self._chosen(op.bias, self.bias_source, frame)
+        known = self.per_element or frame.ahead(f"{self.weight_source} chosen") is not None
+        index = None if known else self._index(op.weight, frame)
+        weight = self._chosen(op.weight, self.weight_source, frame, index)
+        bias = None if op.bias is None else self._chosen(op.bias, self.bias_source, frame, index)
         if self.own_statistics and isinstance(op, Normalizing):
             return op.by_component(inputs, weight, bias, self._index(op.weight, frame))
         return per_draw(op, inputs, weight, bias)
 
-    def _chosen(self, points: Tensor, source: str, frame: Frame) -> Tensor:
+    def _chosen(self, points: Tensor, source: str, frame: Frame, index: Tensor | None = None) -> Tensor:
         """The versions [draws, *shape] that this draw takes: known beforehand (``patched``, ``ahead``), or now."""
         known = frame.ahead(f"{source} chosen")
         if known is not None:
             return known
         if self.per_element:
             return points.gather(0, self.mixing.draw(frame, source, tuple(points.shape[1:]), points))
-        return points.index_select(0, self._index(points, frame))
+        return points.index_select(0, self._index(points, frame) if index is None else index)
 
     def _index(self, points: Tensor, frame: Frame) -> Tensor:
         """The component of every draw, [draws]: one for weight, bias and statistics."""

@@ -10,21 +10,22 @@ from torch import Tensor, nn
 from slimbayes.core import context
 from slimbayes.core import distributions as d
 from slimbayes.core.context import Frame
+from slimbayes.core.distributions import with_parameters
 from slimbayes.core.paths import ASKED, first
 from slimbayes.core.posteriors import DeltaPosterior, Posterior
 from slimbayes.core.priors import Prior
 from slimbayes.core.rules.base import (
     Inputs,
-    KLTerm,
     Operation,
     Rule,
+    affine,
     rowwise,
     sample,
     scale_inputs,
-    with_parameters,
 )
 from slimbayes.core.rules.fixed import Fixed, alone
 from slimbayes.core.rules.kernel_map import Mapped, by_draw, by_row, expand_groups
+from slimbayes.core.sampling import RandomTensor
 
 
 class Factor(nn.Module):
@@ -106,14 +107,13 @@ class Rank1Rule(Rule):
         if s is not None:
             inputs = scale_inputs(op, inputs, s, frame, combine, private=not self.additive)
             frame.tiled = True  # the rows of all draws, if they were those of one
-        y = op.compute(inputs, op.weight, None)
+        y, bias = op.compute(inputs, op.weight, None), op.bias
+        bias = None if bias is None else frame.pick(bias)  # [K, C]
+        if r is not None and bias is not None and frame.tiled and not self.additive and not ASKED.scaled:
+            return affine(y, r, bias, op.output_axis, frame)
         if r is not None:
             y = rowwise(y, r, op.output_axis, frame, combine)
-        if op.bias is None:
-            return y
-        return rowwise(
-            y, frame.pick(op.bias)[:, None, None], op.output_axis, frame, torch.add
-        )  # [K, 1, 1, C]
+        return y if bias is None else rowwise(y, bias[:, None, None], op.output_axis, frame, torch.add)
 
     def mapped(self, op: Operation, frame: Frame) -> Mapped:
         """Factors for every row, or in the weight where all rows of a draw share them."""
@@ -152,12 +152,19 @@ class Rank1Rule(Rule):
         """Whether the KL of its factors is among those ``seen``: both are done together."""
         return f"{self.name}.r" in seen or f"{self.name}.s" in seen
 
-    def kl_terms(self, op: Operation) -> Iterator[KLTerm]:
-        """The pairs whose KL this layer adds."""
-        for which, factor in self.rank1_factors():
-            q = factor()
-            if not isinstance(q, d.Delta):
-                yield f"{self.name}.{which}", q, factor.prior.distribution(q.loc), self.reduction
+    def random(self, op: Operation) -> Iterator[RandomTensor]:
+        """Its factors, but for points."""
+        for which, factor in (("r", self.r), ("s", self.s)):
+            spread = None if factor is None else factor.spread
+            if factor is not None and spread is not None and type(spread) is not DeltaPosterior:
+                yield RandomTensor(
+                    f"{self.name}.{which}", spread, factor.loc, factor.prior,
+                    None, True, self.clip, self.reduction,
+                )  # fmt: skip
+
+    def samples_whole(self, noise: str) -> bool:
+        """Always, unless a path makes them when the layer runs."""
+        return not ASKED.factor
 
 
 def _into(weight: Tensor, r: Tensor | None, s: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slimbayes.core.layers.base import Loading
 from slimbayes.core.layers.ensemble import Ensembled
 from slimbayes.core.layers.tensor_versions import unwatch
 from slimbayes.core.rules.base import Operation
@@ -18,11 +19,11 @@ _MARKS = ("component_tensors", "settled_token", "settled_weight", "settled_bias"
 
 
 def torch_class(layer: nn.Module) -> type[nn.Module]:
-    """The class that a converted layer had, torch's or transformers' own."""
+    """The class that a converted layer had: the first that nothing of ours is mixed into."""
     return next(
         kind
         for kind in type(layer).__mro__
-        if kind.__module__.startswith(("torch.nn.modules", "transformers.")) and kind is not nn.Module
+        if issubclass(kind, nn.Module) and not issubclass(kind, Loading | Operation) and kind is not nn.Module
     )
 
 

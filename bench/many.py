@@ -25,7 +25,7 @@ import torch
 import slimbayes as sb
 from slimbayes.files import write_whole
 from slimbayes.lab.bench.measuring import describe
-from slimbayes.training.many.fit import group
+from slimbayes.training.many import group
 from slimbayes.verbs.provenance import commit, now
 
 METHODS = {

@@ -32,6 +32,7 @@ BY_NAME = {
     "__init__.py": "the package's own rooms",
     "extras.py": "optional packages, named by the code",
     "aliases.py": "modules of the package, under the names they had before they moved",
+    "core/layers/table.py": "our class for a layer of torch's, named by the code",
     "lab/models/text.py": "a network of one's own, package.module:function, where the user gives it; never a saved one",
     "lab/bench/peers.py": "the peers, named by the code",
 }

@@ -8,6 +8,7 @@ from helpers_networks import METHODS, NOISELESS, PER_EXAMPLE, quiet, trained_ste
 from torch import nn
 
 import slimbayes as sb
+from slimbayes.core import context
 from slimbayes.core.conversion import converted_layers
 
 transformers = pytest.importorskip("transformers")
@@ -332,7 +333,7 @@ def test_a_layer_that_the_network_repeats_has_one_sample_per_draw():
                 for key, parameter in module.named_parameters(recurse=False):
                     parameter.copy_(getattr(source[name], key))
                 continue
-            frame = sb.context.Frame(1, 1, 1, 1, "shared", sb.context.Draw(1, 1, 1, seed=5))
+            frame = context.Frame(1, 1, 1, 1, "shared", context.Draw(1, 1, 1, seed=5))
             for key, parameter in module.named_parameters(recurse=False):
                 spread = getattr(bayes, key)(getattr(source[name], key))
                 origin = getattr(bayes, f"{key}_source")

@@ -64,6 +64,7 @@ _LATE = {
     "core.predict": ("predict",),
     "data": (),
     "decisions": (),
+    "experiments": (),
     "export": (),
     "metrics": (),
     "models": (),

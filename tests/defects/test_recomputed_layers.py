@@ -229,6 +229,10 @@ def test_without_the_generators_state_there_is_an_error_or_the_same_noise(seed):
         network = Net(*options)
         network.dropout = nn.Identity()
         model = sb.bayesianize(network, METHODS["meanfield"])
+        if options and seed is not None:  # sampled by the layer itself, as torch's own checkpoint finds out
+            with pytest.raises(RuntimeError, match="number of tensors was saved"):
+                sum(losses(model, seed)).backward()
+            return
         sum(losses(model, seed)).backward()
         found.append(gradients(model))
     assert_alike(*found)

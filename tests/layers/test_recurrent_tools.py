@@ -171,7 +171,7 @@ def test_rows_are_the_second_axis():
     model = sb.bayesianize(TimeFirst(), sb.MeanField())
     for steps in (4, 8):  # as many as rows, or twice: only another batch shows that they are none
         with pytest.raises(ValueError, match="'rnn'"):
-            sb.draw(model, torch.zeros(4, steps, SIZE), samples=1)
+            sb.draw(model, torch.randn(4, steps, SIZE), samples=3)
     layer = sb.bayesianize(nn.LSTM(SIZE, HIDDEN), sb.Rank1(components=2))
     with pytest.raises(ValueError, match="do not divide"):
         layer(torch.zeros(5, 3, SIZE))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from slimbayes.lab.networks.initialization import he_normal_
 from torch import Tensor, nn
 
 from slimbayes.lab.models import (
@@ -23,6 +22,7 @@ from slimbayes.lab.models import (
     wrn28_10,
 )
 from slimbayes.lab.models.pyramidnet import pyramid_widths
+from slimbayes.networks.initialization import he_normal_
 
 Build = Callable[[], Any]
 

@@ -27,8 +27,10 @@ def test_a_thousand_cases_are_enough_of_each():
 
 def test_a_wrong_draw_is_found(monkeypatch):
     """Factors that are off by a thousandth."""
-    right = Rank1Rule._factor
-    monkeypatch.setattr(Rank1Rule, "_factor", lambda self, f, w, frame: right(self, f, w, frame) * 1.001)
+    right = Rank1Rule.sample_factor
+    monkeypatch.setattr(
+        Rank1Rule, "sample_factor", lambda self, f, w, frame: right(self, f, w, frame) * 1.001
+    )
     assert run_group("draws.replayed", GROUPS["draws.replayed"][0], 100).wrong == 1
 
 

@@ -1,6 +1,7 @@
 """Predictions that run out of memory: a few of the cases of ``python -m reliability.memory``."""
 
 import sys
+from dataclasses import replace
 
 from reliability import memory
 
@@ -15,8 +16,8 @@ def test_passes_with_other_noise_are_seen(monkeypatch):
     predicting = sys.modules["slimbayes.core.predict"]
     real = predicting.draw_flat
 
-    def shifted(model, part, count, noise, seed, place, first_sample, **more):
-        return real(model, part, count, noise, seed, place, first_sample + (part.batch == 1), **more)
+    def shifted(model, part, plan, course):
+        return real(model, part, replace(plan, first_sample=plan.first_sample + (part.batch == 1)), course)
 
     monkeypatch.setattr(predicting, "draw_flat", shifted)
     cases = [memory.predict_once(number, seed=1) for number in range(12)]

@@ -9,7 +9,7 @@ from torch import nn
 from training.helpers_many import METHODS, SETTINGS, by_fit, by_many, distance, network, networks, table
 
 import slimbayes as sb
-from slimbayes.training.many.fit import group
+from slimbayes.training.many import group
 from slimbayes.training.many.inputs import structure
 
 SEEDS = [4, 5, 6]

@@ -16,7 +16,7 @@ from training.helpers_many import METHODS, SETTINGS, distance, networks, table
 
 import slimbayes as sb
 from slimbayes.training import StopTraining, Training
-from slimbayes.training.many.fit import fit, group, recording
+from slimbayes.training.many import fit, group, recording
 from slimbayes.training.many.group import Group
 from slimbayes.training.many.inputs import alike, make_members
 

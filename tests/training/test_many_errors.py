@@ -9,8 +9,9 @@ from torch import nn
 from training.helpers_many import SETTINGS, network, networks, table
 
 import slimbayes as sb
+from slimbayes.accelerate import switches
 from slimbayes.training import TrainingError
-from slimbayes.training.many.fit import group, stack
+from slimbayes.training.many import group, stack
 
 
 def attempt(models, data, **options):
@@ -134,7 +135,7 @@ def test_a_kl_that_draws_for_itself_is_refused():
 
 
 class Forgetful(nn.Module):
-    """Asks for more noise from its third call on."""
+    """Asks for more noise from its third call in training on: a first look at the network is in eval mode."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +143,7 @@ class Forgetful(nn.Module):
         self.calls = [0]
 
     def forward(self, x):
-        self.calls[0] += 1
+        self.calls[0] += self.training
         return self.dropout(self.dropout(x)) if self.calls[0] > 2 else self.dropout(x)
 
 
@@ -209,6 +210,6 @@ def test_the_switches_are_put_back_after_an_error():
     models = [nn.Sequential(nn.Linear(3, 2), Looks(), nn.Linear(2, 1)).double()]
     with pytest.raises(TrainingError):
         attempt(models, table(0))
-    assert sb.fast.paths.rows and not stack.INSIDE.vmap
+    assert switches.paths.rows and not stack.INSIDE.vmap
     model = sb.bayesianize(network(), sb.DeepEnsemble(members=2))
     assert sb.draw(model, table(0)[0]).shape == (2, 23, 1)

@@ -210,9 +210,10 @@ class FactorGroups(FastPath):
 
 def on_gpu(layers: Layers) -> bool:
     """Whether these layers are where whole kernels pay for what few calls do elsewhere."""
-    weights = (op.weight for _, op in layers)
-    first = next((weight for weight in weights if weight is not None), None)
-    return first is not None and first.device.type in DEVICES
+    for _, op in layers:
+        if op.weight is not None:
+            return op.weight.device.type in DEVICES
+    return False
 
 
 def prefill(groups: list[Group], draw: Draw) -> None:

@@ -22,11 +22,14 @@ class RowFactors(FastPath):
 
     def scaled(self, x: Tensor, factor: Tensor, axis: int, frame: Frame, private: bool) -> Tensor | None:
         """x ∘ f for rows x [R, C, ...] and a factor [K, S, B or 1, C]."""
-        if axis != 1:
-            return None
-        if torch.compiler.is_compiling():
-            return row_product(x, row_vectors(factor.to(x.dtype), frame, x.shape[0]))
-        if not (on_gpu(x) and switches.paths.triton and eager() and 3 <= x.dim() <= 5):
+        if (
+            torch.compiler.is_compiling()
+        ):  # broadcast over many axes, a traced batch gets strides that no view knows
+            rows = row_vectors(factor.to(x.dtype), frame, x.shape[0])
+            return (
+                row_product(x, rows) if axis == 1 else x * rows.view(rows.shape[0], *[1] * (x.dim() - 2), -1)
+            )
+        if axis != 1 or not (on_gpu(x) and switches.paths.triton and eager() and 3 <= x.dim() <= 5):
             return None
         kernel = cuda_kernel()
         if kernel is None:

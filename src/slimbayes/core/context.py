@@ -331,7 +331,8 @@ def frame(layer: str, rows: int, components: int = 1, untiled: bool = False) -> 
                 f"sb.draw(model, x), or pass x.repeat({components}, ...)."
             )
         return Frame(components, 1, rows // components, 1, "example", None)
-    if draw.memory is None and draw.first_node is not None and may_run_again():
+    known = torch.compiler.is_compiling() or draw.memory is not None or draw.first_node is None
+    if not known and may_run_again():
         draw.remember()
     if draw.rows_seen is not None:
         draw.rows_seen.setdefault(layer, []).append(rows)

@@ -24,7 +24,6 @@ from slimbayes.core.conversion import (
 )
 from slimbayes.core.facts import facts_for, leave_all, leave_facts, remembers
 from slimbayes.core.fitness import check_not_meta, explain_network
-from slimbayes.core.passes import Place, one_pass, places, stack
 from slimbayes.core.paths import ASKED, first
 from slimbayes.core.plan import Plan
 from slimbayes.core.probes import verify_unsplit
@@ -202,7 +201,7 @@ def _mode(model: nn.Module, record: Record, evaluated: bool) -> contextlib.Abstr
 def _draw_in_mode(model: nn.Module, record: Record, flat: FlatInputs, plan: Plan, course: Any) -> Any:
     now = _start(model, record, flat, plan)
     if in_passes(model, record, flat, now, plan.layout):
-        return _passes(model, record, flat, now, places(now), course)
+        return _passes(model, record, flat, now, None, course)
     draws = now.components * plan.samples
     shared = may_be_split(record, flat.leaves, flat.tiled, now)
     if draws > 1 and not shared and not torch.is_grad_enabled():
@@ -239,12 +238,15 @@ def _passes(
     record: Record,
     flat: FlatInputs,
     now: Draw,
-    wanted: list[Place],
+    wanted: list[tuple[int, int]] | None,
     course: Any = None,
 ) -> Any:
-    """One pass for every draw that is wanted, stacked."""
+    """One pass for every draw that is wanted (component, sample), stacked; None: for all."""
+    from slimbayes.core.passes import one_pass, places, stack  # few networks need it
+
     device = next(leaf.device for leaf in flat.leaves if isinstance(leaf, Tensor))
-    parts = [one_pass(now, place, record.components > 1, device) for place in wanted]
+    each = places(now) if wanted is None else wanted
+    parts = [one_pass(now, place, record.components > 1, device) for place in each]
     facts = facts_for(record)
     outputs = [leave_facts(_pass(model, flat, part, 1, course), record, part, facts) for part in parts]
     return leave_all(stack(outputs), facts)
@@ -268,7 +270,11 @@ def _split_in_mode(model: nn.Module, record: Record, flat: FlatInputs, plan: Pla
     now = Draw(components, 1, flat.batch // components, plan.noise, component_ids=ids)  # rows [K, B/K]
     whole = in_passes(model, record, flat, now, plan.layout)  # nothing is repeated: one pass either way
     output = _pass(model, flat, now, 1)
-    return leave_facts(stack([output]) if whole else unfold(output, 1, flat.batch), record, now)
+    if not whole:
+        return leave_facts(unfold(output, 1, flat.batch), record, now)
+    from slimbayes.core.passes import stack  # few networks need it
+
+    return leave_facts(stack([output]), record, now)
 
 
 def _refuse_data_parallel(model: nn.Module) -> None:

@@ -43,8 +43,8 @@ def normal_normal(q: td.Normal | d.LogNormal, p: td.Normal | d.LogNormal) -> Ten
     >>> float(normal_normal(td.Normal(0 * one, one), td.Normal(0 * one, one)))
     0.0
     """
-    variance = (q.scale / p.scale).square()
-    return 0.5 * (variance + ((q.loc - p.loc) / p.scale).square() - 1.0 - variance.log())
+    ratio = q.scale / p.scale  # the logarithm of its square may be infinite
+    return 0.5 * (ratio.square() + ((q.loc - p.loc) / p.scale).square() - 1.0) - ratio.log()
 
 
 @closed(d.Cauchy, d.Cauchy, (td.Cauchy, td.Cauchy))

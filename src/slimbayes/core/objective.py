@@ -96,7 +96,7 @@ def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any]) -
         for one in rule.random(layer):
             if one.reduction == "monte_carlo":  # couples all layers
                 terms.append((one.name, *one.pair, one.reduction))
-            elif one.prior is not None and one.name not in seen:
+            elif one.prior is not None and one.name not in seen and one.name not in tensors:
                 tensors[one.name] = one
     if tensors:
         parts += kl_parts(tensors.values())

@@ -92,9 +92,14 @@ def predict_flat(model: nn.Module, flat: FlatInputs, plan: Plan, scoring: Scorin
     """``predict`` on flattened inputs."""
     plan.check()
     scoring.check()
-    course = first(ASKED.course, model, plan.samples, flat.numel())
-    with contextlib.nullcontext() if course is None else contextlib.closing(course):
+    course = None
+    if not torch.compiler.is_compiling():
+        course = first(ASKED.course, model, plan.samples, flat.numel())
+    try:
         return _predict(model, flat, plan, scoring, course)
+    finally:
+        if course is not None:
+            course.close()
 
 
 def _predict(model: nn.Module, flat: FlatInputs, plan: Plan, scoring: Scoring, course: Any) -> Predictive:

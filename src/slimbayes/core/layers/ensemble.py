@@ -24,6 +24,7 @@ from slimbayes.core.rules.groups import join_members, run_members
 from slimbayes.core.sharded import have_company, wraps
 
 _ALONE = threading.RLock()
+_STORES = torch.__version__ >= "2.7"  # older compilers do not look into a dict of one's own
 
 
 class _Member(nn.Module):
@@ -75,7 +76,7 @@ class Ensembled(nn.Module):
     _tensor_names: tuple[str, ...]
     _tied: tuple[tuple[str, str], ...] = ()  # further places of these tensors, in other modules
     _batched: dict[str, bool]  # whether all run at once, by kind of call: ``ASKED.members``
-    _in_use: InUse
+    _in_use: InUse | None  # None: this torch's compiler knows no such stores
     plain_type: type[nn.Module]  # as the module was before it was retyped
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +108,13 @@ class Ensembled(nn.Module):
             own = {id(places[name]): value for name, value in tensors.items()}
             for place, name in self._tied:
                 own[id(places[place])] = tensors[name]
-            with self._in_use.using(own), self._alone():
-                return self.plain_type.forward(self, *member_args, **member_kwargs)
+            if self._in_use is not None:
+                with self._in_use.using(own), self._alone():
+                    return self.plain_type.forward(self, *member_args, **member_kwargs)
+            named = {f"module.{name}": own[id(value)] for name, value in places.items() if id(value) in own}
+            with contextlib.nullcontext() if torch.compiler.is_compiling() else _ALONE:
+                member = _Member(self, self.plain_type)
+                return functional_call(member, named, member_args, member_kwargs, tie_weights=False)
 
         offset = 0 if frame.draw is None else frame.draw.first_component
 
@@ -206,4 +212,4 @@ def ensemble(name: str, module: nn.Module, members: int, reset: Callable[[nn.Mod
     module._tensor_names = tuple(names)  # type: ignore[assignment]
     module._tied = tuple(_ties(module, names))  # type: ignore[assignment]
     module._batched = {}  # type: ignore[assignment]
-    module._in_use = watch(module)  # type: ignore[assignment]
+    module._in_use = watch(module) if _STORES else None  # type: ignore[assignment]

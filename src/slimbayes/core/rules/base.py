@@ -193,17 +193,17 @@ def rowwise(
             return made
     factor = by_channel(factor, x, axis)
     if frame.tiled:
-        x = x.view(frame.components, frame.samples, frame.batch, frame.extra, *x.shape[1:])
-        return combine(x, factor).flatten(0, 3)  # [R, ...]
-    result = combine(x.view(frame.batch, frame.extra, *x.shape[1:]), factor)  # [K, S or 1, B, extra, ...]
+        rows = x.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra))
+        return combine(rows, factor).reshape(x.shape)  # [R, ...]
+    result = combine(x.unflatten(0, (frame.batch, frame.extra)), factor)  # [K, S or 1, B, extra, ...]
     return result.expand(frame.components, frame.samples, *result.shape[2:]).flatten(0, 3)  # [R, ...]
 
 
 def affine(y: Tensor, factor: Tensor, bias: Tensor, axis: int, frame: Frame) -> Tensor:
     """y ∘ factor + bias in one operation, for rows y [R, ...], a factor [K, S, B or 1, C] and a bias [K, C]."""
-    rows = y.view(frame.components, frame.samples, frame.batch, frame.extra, *y.shape[1:])
+    rows = y.unflatten(0, (frame.components, frame.samples, frame.batch, frame.extra))
     shift = bias[:, None, None]  # [K, 1, 1, C]
-    return torch.addcmul(by_channel(shift, y, axis), rows, by_channel(factor, y, axis)).flatten(0, 3)
+    return torch.addcmul(by_channel(shift, y, axis), rows, by_channel(factor, y, axis)).reshape(y.shape)
 
 
 def by_channel(factor: Tensor, x: Tensor, axis: int) -> Tensor:

@@ -108,7 +108,8 @@ class Frozen(nn.Module):
             if self.late is not None and i < len(self.late) and self.late[i]:
                 leaf = repeat_rows(leaf, self.distinct)
             if leaf.shape[0] % (self.distinct * batch) == 0:
-                leaves[i] = self._copied(leaf.unflatten(0, (self.distinct, -1)))
+                rows = leaf.shape[0] // self.distinct
+                leaves[i] = self._copied(leaf.unflatten(0, (self.distinct, rows)))
                 unfolded += 1
         if not unfolded:
             shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]

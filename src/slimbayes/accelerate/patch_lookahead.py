@@ -298,7 +298,7 @@ def prefill_keyed(layers: Layers, draw: Draw, ahead: Ahead | None) -> None:
 
     The generator takes a hundred small operations whatever it makes: once per layer they would cost more than a
     network's pass over a few hundred rows, and once per pass as much as a part of it. So it makes what the passes
-    after this one need too; ``ahead`` keeps it. The numbers are those that the layers would make.
+    after this one need too; the course keeps it. The numbers are those that the layers would make.
     """
     if ahead is None or not may_choose(draw):
         return

@@ -45,7 +45,7 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def row_product(x: Tensor, factor: Tensor) -> Tensor:
-    """x ∘ f for x [R, C, ...] and f [R, C]: a function of its own, so that ``compiling`` finds it in a graph."""
+    """x ∘ f for x [R, C, ...] and f [R, C]: a function that ``compile.graph_patterns`` finds in a graph."""
     return x * factor.reshape(factor.shape + (1,) * (x.dim() - 2))
 
 

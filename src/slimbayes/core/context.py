@@ -25,7 +25,7 @@ class RowError(ValueError):
 
 
 class Late(ABC):
-    """What a draw whose network runs on the batch as it is asks of its random layers (``late.py``)."""
+    """What a draw whose network runs on the batch as it is asks of its random layers."""
 
     @abstractmethod
     def untiled(self, layer: str, rows: int) -> bool:
@@ -37,7 +37,7 @@ class Late(ABC):
 
 
 class Settled(ABC):
-    """Weights that are known before the network runs, where a layer need not ask how they came about (``ahead.py``)."""
+    """Weights that are known before the network runs, where a layer need not ask how they came about."""
 
     @abstractmethod
     def pair(self, layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
@@ -61,7 +61,7 @@ class Request:
 
 
 class Supply(ABC):
-    """Noise that somebody else makes: it stands in the place of a draw's seed (``training/many_noise.py``)."""
+    """Noise that somebody else makes: it stands in the place of a draw's seed (many networks at once, frozen ones)."""
 
     @abstractmethod
     def noise(self, request: Request, device: torch.device) -> Tensor:
@@ -82,18 +82,15 @@ class Draw:
     component_ids: Tensor | None = None
     cache: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)  # noises made so far, by source
-    chosen: dict[str, Any] = field(
-        default_factory=dict
-    )  # indices whose law is learned: (the law, the indices, their log-probabilities)
+    # Indices whose law is learned: (the law, the indices, their log-probabilities).
+    chosen: dict[str, Any] = field(default_factory=dict)
     byproducts: dict[str, Any] = field(default_factory=dict)  # what a KL of the same weights need not redo
     prefilled: dict[str, Any] = field(default_factory=dict)  # sampled before the network ran
     noises: dict[str, Tensor] = field(default_factory=dict)  # drawn before the network ran, for one use each
     rows_seen: dict[str, list[int]] | None = None  # of every call, by layer
     late: Late | None = None  # None: the inputs are repeated before the network sees them
     settled: Settled | None = None  # of a single draw
-    first_node: int | None = (
-        None  # the number of its graph's first, if there is a graph that leads back to it
-    )
+    first_node: int | None = None  # of its graph, by number, if there is a graph that leads back to it
     memory: Memory | None = None  # of what a second run needs, where there may be one
     again: bool = False  # this is a second run
     whole: bool = False  # the network runs on the batch as it is: other rows stand for themselves

@@ -1,4 +1,4 @@
-"""The rank-1 layer by the CPU kernels of ``native``: factors that are never stored, and one sweep for their gradients.
+"""The rank-1 layer by the kernels in C: factors that are never stored, and one sweep for their gradients.
 
 A factor f = loc + σ∘ε is a seed until a kernel makes its numbers again: where it scales rows, and where their
 gradients g ∘ f, Σ g∘x and Σ g∘x∘ε are summed.

@@ -1,4 +1,4 @@
-"""A matrix product between factors that are never stored, y = r ∘ (x ∘ s) W + b, by the CPU kernels of ``native``.
+"""A matrix product between factors that are never stored, y = r ∘ (x ∘ s) W + b, by the kernels in C.
 
 With h = (x ∘ s) W, g the gradient of y, g' = g ∘ r and d = g' Wᵀ: one sweep gives g', Σ g∘h, Σ g∘h∘ε and Σ g, and
 another d ∘ s, Σ d∘x and Σ d∘x∘ε. Where only a factor s that a draw's rows share needs d, it is not computed:

@@ -63,7 +63,7 @@ def samples(
     clip: float | None,
     dtype: torch.dtype,
 ) -> Sequence[Tensor]:
-    """``kernels.factors.sample_flat`` of joined parameters: [K, number, examples, C] for every factor."""
+    """``gpu.factors.sample_flat`` of joined parameters: [K, number, examples, C] for every factor."""
     check_family(family)
     names = prepared(joint.loc, widths)
     settings = (names, number, examples, family, clip, dtype)

@@ -2,7 +2,7 @@
 
 Neither the noise nor the variance is ever stored: the backward pass makes both again, from the seed and from T,
 which is [rows, p]. A ReLU behind the noise, and the T of the product behind that, can be part of the same sweep
-(``apply/chained.py`` joins them in compiled code).
+(``accelerate/compile/local_chain.py`` joins them in compiled code).
 """
 
 from __future__ import annotations

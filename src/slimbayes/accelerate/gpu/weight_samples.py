@@ -130,7 +130,7 @@ def compute_dtype(mean: Tensor) -> torch.dtype:
 def sample(
     posterior: Posterior, mean: Tensor, prior: RawPrior | None, form: str, frame: Frame, name: str
 ) -> tuple[Tensor, Tensor, Sums | None]:
-    """What ``form`` says (see kernels/weights.py), each [1, *shape], and the sums for the KL of a Normal prior."""
+    """What ``form`` says (see ``gpu.weights``), each [1, *shape], and the sums for the KL of a Normal prior."""
     dtype = compute_dtype(mean)
     # The mean alone has no noise, and any tensor will do.
     seed, stream = (mean, 0) if form == "mean" else seed_of(frame, mean.device)

@@ -25,7 +25,7 @@ class Loading(nn.Module):
 
     component_tensors: tuple[str, ...]
     title: str
-    # What the one draw of a pass takes, for compiled code, and whose it is (``apply/ahead.py``).
+    # What the one draw of a pass takes, for compiled code, and whose it is (``context.Settled``).
     settled_token = ""
     settled_weight: Tensor | None = None
     settled_bias: Tensor | None = None

@@ -160,7 +160,7 @@ class IndexedRule(Rule):
         return per_draw(op, inputs, weight, bias)
 
     def _chosen(self, points: Tensor, source: str, frame: Frame, index: Tensor | None = None) -> Tensor:
-        """The versions [draws, *shape] that this draw takes: known beforehand (``patched``, ``ahead``), or now."""
+        """The versions [draws, *shape] that this draw takes: known beforehand, or now."""
         known = frame.ahead(f"{source} chosen")
         if known is not None:
             return known

@@ -166,7 +166,7 @@ def _refuse_mixed(model: nn.Module, record: Record, flat: FlatInputs, components
 
 
 def _plan(model: nn.Module, record: Record, flat: FlatInputs, draws: int) -> Plan | None:
-    """Where the rows are repeated for every draw, if that may happen inside the network (``late.py``)."""
+    """Where the rows are repeated for every draw, if that may happen inside the network (late tiling)."""
     key = signature(flat.leaves, flat.spec, flat.tiled, flat.batch, "shared")
     if draws == 1 or key is None:
         return None

@@ -11,7 +11,7 @@ from slimbayes.accelerate.gpu import weight_samples as gpu
 from slimbayes.accelerate.gpu.local import local_noise, thin_squares
 from slimbayes.accelerate.gpu.noise import packed_signs
 from slimbayes.accelerate.thin_noise import add_thin_noise
-from slimbayes.accelerate.weight_kl import Byproduct, Facts, Raw, RawPrior, raw_prior, raw_spread
+from slimbayes.accelerate.weight_kl import Byproduct, LayerFacts, Raw, RawPrior, raw_prior, raw_spread
 from slimbayes.accelerate.weight_samples import by_kernel, make_weights
 from slimbayes.core.context import Frame
 from slimbayes.core.paths import FastPath
@@ -109,7 +109,7 @@ def _by_kernel(
     centred: bool,
 ) -> Tensor:
     """A sample by the kernels in C, and the KL that comes with it."""
-    facts = Facts([(rule, op)])
+    facts = LayerFacts([(rule, op)])
     left = Byproduct([source], [raw], [prior], facts if facts.explain([raw]) else None)
     # The noise of both forms of a tensor, with its mean and without.
     noise: tuple[int, int] = frame.once(f"{source}.seed", lambda: (kernels.new_seed(), 0))

@@ -14,7 +14,7 @@ from slimbayes.accelerate.compile.weight_samples import compiled_weights
 from slimbayes.accelerate.factor_groups import on_gpu
 from slimbayes.accelerate.random_weights import by_parameters
 from slimbayes.accelerate.situation import by_pointers
-from slimbayes.accelerate.weight_kl import Byproduct, Facts, Raw, RawPrior
+from slimbayes.accelerate.weight_kl import Byproduct, LayerFacts, Raw, RawPrior
 from slimbayes.accelerate.weight_samples import by_kernel, make_weights
 from slimbayes.core.context import Draw
 from slimbayes.core.conversion import hooked
@@ -69,7 +69,7 @@ def _gather(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> tuple[Bypro
 
     What was found for these layers is used again as long as the facts that it follows from are the same.
     """
-    facts = Facts(layers, draw.noise)
+    facts = LayerFacts(layers, draw.noise)
     known = _FOUND.get(layers[0][0]) if layers else None
     if known is None or known.facts != facts:
         known = _look(layers, draw, facts)
@@ -82,7 +82,7 @@ def _gather(layers: Sequence[tuple[Rule, Operation]], draw: Draw) -> tuple[Bypro
 class _Found(NamedTuple):
     """What was gathered, and the facts that it follows from."""
 
-    facts: Facts
+    facts: LayerFacts
     sources: list[str]
     raws: list[Raw]
     priors: list[RawPrior | None]
@@ -92,7 +92,7 @@ class _Found(NamedTuple):
 _FOUND: weakref.WeakKeyDictionary[Rule, _Found] = weakref.WeakKeyDictionary()  # by the first rule
 
 
-def _look(layers: Sequence[tuple[Rule, Operation]], draw: Draw, facts: Facts) -> _Found:
+def _look(layers: Sequence[tuple[Rule, Operation]], draw: Draw, facts: LayerFacts) -> _Found:
     known = _Found(facts, [], [], [], [])
     for rule, op in layers:
         if type(rule) is not SampledRule or (rule.estimator == "local" and draw.noise == "example"):

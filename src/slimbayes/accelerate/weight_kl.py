@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from slimbayes.accelerate import switches
 from slimbayes.core import priors
-from slimbayes.core.distributions import without_row
 from slimbayes.core.noise import transformed
 from slimbayes.core.posteriors import KTiedPosterior, NormalPosterior, Posterior
 from slimbayes.core.rules.base import Operation, Rule, parameter_of
@@ -44,13 +43,6 @@ class Raw:
     loc: Tensor
     spread: tuple[Tensor, ...]
 
-    def without_row(self, row: int | None) -> Raw:
-        """The same but for one row of the tensor."""
-        if row is None:
-            return self
-        first, *others = self.spread
-        return Raw(without_row(self.loc, row), (without_row(first, row), *others))
-
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         """The mean and the parameters of the spread."""
@@ -68,7 +60,7 @@ def version(tensor: Tensor) -> tuple[int, int, bool]:
     return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr(), tensor.requires_grad
 
 
-class Facts:
+class LayerFacts:
     """All that decides how these layers' tensors are sampled: objects, compared by identity, and values.
 
     No layer is among them: whoever keeps the facts does not keep the network.
@@ -100,7 +92,7 @@ class Facts:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Facts)
+            isinstance(other, LayerFacts)
             and (self.noise, self.rules) == (other.noise, other.rules)
             and self.values == other.values
             and len(self.objects) == len(other.objects)
@@ -117,7 +109,7 @@ class Facts:
     def hold(self, layers: Sequence[Any]) -> bool:
         """Whether they are those of their rules among these converted layers still."""
         own = [(layer.bayes, layer) for layer in layers if id(layer.bayes) in self.rules]
-        return self == Facts(own, self.noise)
+        return self == LayerFacts(own, self.noise)
 
 
 @dataclass
@@ -127,7 +119,7 @@ class Byproduct:
     sources: list[str]
     raws: list[Raw]
     priors: list[RawPrior | None]  # None: another layer's, or none that is Normal
-    facts: Facts | None = None  # None: nothing tells whether they are the layers' own still
+    facts: LayerFacts | None = None  # None: nothing tells whether they are the layers' own still
     total: Tensor | None = None  # the KL
     noise: tuple[int, int] = (-1, 0)  # the seed and the first stream of noise that can be made again
     draws: int = 0

@@ -1,0 +1,215 @@
+"""What the suite compares: our methods with their defaults, and what a user would take instead, with its own."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import slimbayes as sb
+from slimbayes.containers.datasets import Split
+from slimbayes.core.predictive import Predictive
+from slimbayes.lab.suite import training
+from slimbayes.lab.suite.data import Task
+from slimbayes.lab.suite.pairs import Pair
+from slimbayes.lab.suite.training import DRAWS, Answer
+from slimbayes.verbs.method_text import parse_method
+
+Contender = Callable[[Pair, Task, int], Answer]
+PLAIN = "plain"
+OURS: dict[str, sb.Method] = {
+    "Rank1": sb.Rank1(),
+    "BatchEnsemble": sb.BatchEnsemble(),
+    "KTied": sb.KTied(),
+    "MeanField": sb.MeanField(),
+    "EMP": sb.EMP(),
+    "ECMP": sb.ECMP(),
+    "MCDropout": sb.MCDropout(),
+    "DropConnect": sb.DropConnect(),
+    "DeepEnsemble": sb.DeepEnsemble(),
+}
+
+
+@dataclass
+class _Trained:
+    """A plain network and its loss, for what starts from one."""
+
+    network: nn.Module
+    likelihood: sb.Gaussian | sb.Categorical
+
+
+def _train(pair: Pair, task: Task, seed: int, after: Callable[[float, nn.Module], None] | None = None) -> _Trained:
+    torch.manual_seed(seed)
+    network, likelihood = pair.network(task), training.likelihood_of(task)
+    groups: list[dict[str, Any]] = [{"params": network.parameters(), "weight_decay": training.decay(pair)}]
+    groups += [{"params": [p], "weight_decay": 0.0} for p in likelihood.parameters()]
+    optimizer = training.make_optimizer(pair, groups)
+    network.train()
+    for inputs, targets, done in training.batches(pair, task, seed):
+        training.set_rate(optimizer, pair, done)
+        loss = -likelihood.log_prob(network(inputs).unsqueeze(0), targets).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if after is not None:
+            after(done, network)
+    return _Trained(network.eval(), likelihood)
+
+
+def _of_draws(draws: Callable[[Tensor], Tensor], likelihood: Any) -> Answer:
+    def answer(inputs: Tensor, first: int) -> Predictive:
+        with torch.no_grad():
+            return likelihood.predictive(draws(inputs))  # type: ignore[no-any-return]
+
+    return answer
+
+
+def _held_out(task: Task) -> tuple[Task, Split]:
+    """The task with the last tenth of its rows set apart."""
+    cut = len(task.train) * 9 // 10
+    return Task(task.train[:cut], task.test, task.shifted, task.outputs, task.regression, task.words), task.train[cut:]
+
+
+def temperature_scaling(pair: Pair, task: Task, seed: int) -> Answer:
+    """Nine tenths of the rows train a plain network, the rest its temperature or, of a regression, its noise."""
+    less, held = _held_out(task)
+    trained = _train(pair, less, seed)
+    with torch.no_grad():
+        outputs = trained.network(held.inputs).unsqueeze(0)
+    if task.regression:
+        precision = 1 / float((outputs[0] - held.targets).square().mean())
+        fitted: Any = sb.Gaussian(precision=precision)
+    else:
+        fitted = sb.decisions.Temperature().fit(outputs, held.targets).likelihood
+    return _of_draws(lambda x: trained.network(x).unsqueeze(0), fitted)
+
+
+def ensemble(pair: Pair, task: Task, seed: int) -> Answer:
+    """Five plain networks, each with its own start."""
+    return training.train(pair, task, sb.DeepEnsemble(members=5), seed)
+
+
+_RANK = 20  # columns of SWAG's low-rank part: Maddox et al. 2019, section 4
+
+
+def swag(pair: Pair, task: Task, seed: int) -> Answer:
+    """Mean, diagonal and low-rank spread of the weights over the last quarter of the run (Maddox et al. 2019)."""
+    kept: list[Tensor] = []
+    steps = max(1, len(task.train) // pair.batch * pair.epochs // (4 * _RANK))
+    count = [0]
+
+    def after(done: float, network: nn.Module) -> None:
+        if done >= 0.75:
+            if count[0] % steps == 0:
+                kept.append(parameters_to_vector(network.parameters()).detach().clone())
+            count[0] += 1
+
+    trained = _train(pair, task, seed, after)
+    states = torch.stack(kept)
+    mean, variance = states.mean(0), states.var(0, correction=0)
+    apart = (states - mean)[-_RANK:]
+    generator = torch.Generator().manual_seed(seed)
+    networks = []
+    for _ in range(DRAWS):
+        # θ = mean + Σ_diag^½ z₁ / √2 + D z₂ / √(2 (K − 1))
+        z1 = torch.randn(mean.shape, generator=generator)
+        z2 = torch.randn(len(apart), generator=generator)
+        low = apart.T @ z2 / (2 * max(1, len(apart) - 1)) ** 0.5
+        network = copy.deepcopy(trained.network)
+        vector_to_parameters(mean + variance.sqrt() * z1 / 2**0.5 + low, network.parameters())
+        networks.append(_statistics(network, task.train.inputs))
+    return _of_draws(lambda x: torch.stack([network(x) for network in networks]), trained.likelihood)
+
+
+def _statistics(network: nn.Module, inputs: Tensor) -> nn.Module:
+    """BatchNorm's statistics anew, as SWAG's samples need them."""
+    norms = [module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain mean over batches
+        network.train()
+        with torch.no_grad():
+            for first in range(0, min(len(inputs), 2000) - 1, 200):
+                network(inputs[first : first + 200])
+    return network.eval()
+
+
+def laplace(pair: Pair, task: Task, seed: int) -> Answer:
+    """Last-layer Laplace of laplace-torch with its defaults: Kronecker factors, marginal likelihood, probit."""
+    from laplace import Laplace
+
+    trained = _train(pair, task, seed)
+    rows = torch.utils.data.TensorDataset(task.train.inputs, task.train.targets)
+    loader = torch.utils.data.DataLoader(rows, batch_size=256)
+    posterior = Laplace(trained.network, "regression" if task.regression else "classification")
+    posterior.fit(loader)
+    if not task.regression:
+        posterior.optimize_prior_precision(method="marglik")
+        return _of_draws(lambda x: posterior(x).clamp_min(1e-12).log().unsqueeze(0), sb.Categorical())
+    noise = float(trained.likelihood.log_precision.detach().exp()) ** -0.5  # type: ignore[union-attr]
+    posterior.sigma_noise = torch.tensor(noise)
+    posterior.optimize_prior_precision(method="marglik")
+
+    def draws(x: Tensor) -> Tensor:
+        mean, variance = posterior(x)
+        total = variance.reshape(len(x), -1)[:, : mean.shape[-1]] + noise**2
+        return torch.cat([mean, -total.log()], -1).unsqueeze(0)
+
+    return _of_draws(draws, sb.Gaussian(learn="per_example"))
+
+
+def ivon(pair: Pair, task: Task, seed: int) -> Answer:
+    """IVON of ivon-opt as its page has it: lr = 0.1, ess = the rows, one sample a step; cosine to 0."""
+    from ivon import IVON
+
+    torch.manual_seed(seed)
+    network, likelihood = pair.network(task), training.likelihood_of(task)
+    optimizer = IVON(network.parameters(), lr=0.1, ess=len(task.train))
+    rest = torch.optim.Adam(likelihood.parameters(), lr=pair.lr) if task.regression else None
+    network.train()
+    for inputs, targets, done in training.batches(pair, task, seed):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * (1 + math.cos(math.pi * done))
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            if rest is not None:
+                rest.zero_grad()
+            loss = -likelihood.log_prob(network(inputs).unsqueeze(0), targets).mean()
+            loss.backward()
+        optimizer.step()
+        if rest is not None:
+            rest.step()
+    network.eval()
+
+    def draws(x: Tensor) -> Tensor:
+        outputs = []
+        for _ in range(DRAWS):
+            with optimizer.sampled_params():
+                outputs.append(network(x))
+        return torch.stack(outputs)
+
+    return _of_draws(draws, likelihood)
+
+
+RIVALS: dict[str, Contender] = {
+    "temperature scaling": temperature_scaling,
+    "SWAG": swag,
+    "last-layer Laplace": laplace,
+    "IVON": ivon,
+    "ensemble of 5": ensemble,
+}
+
+
+def contender(name: str) -> tuple[Contender, str]:
+    """What goes by this name, and in full what it is; a name of none is a method as text."""
+    if name in RIVALS:
+        return RIVALS[name], name
+    method = sb.Deterministic() if name == PLAIN else OURS[name] if name in OURS else parse_method(name)
+    return lambda pair, task, seed: training.train(pair, task, method, seed), repr(method)

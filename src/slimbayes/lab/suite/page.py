@@ -1,0 +1,125 @@
+"""The page of the suite, made of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from slimbayes.lab.report.statistics import Stat, stat
+from slimbayes.lab.suite.contenders import OURS, PLAIN, RIVALS
+from slimbayes.lab.suite.pairs import PAIRS
+
+Row = dict[str, Any]
+_PART = 0.01  # of the plain network's NLL: less is no difference that anybody would act on
+
+
+class Difference(NamedTuple):
+    """A contender's NLL less the plain network's on one pair, over the same seeds."""
+
+    pair: str
+    clean: Stat
+    shifted: Stat
+    plain: float  # the plain network's clean NLL
+
+    @property
+    def worse(self) -> bool:
+        """By more than two standard errors and by more than 1 %."""
+        assert self.clean.mean is not None
+        return self.clean.mean > max(2 * (self.clean.error or 0.0), _PART * abs(self.plain))
+
+
+def differences(rows: Sequence[Row], contender: str, against: str = PLAIN) -> list[Difference]:
+    """One for every pair that both were measured on, in the suite's order."""
+    found = {(row["pair"], row["contender"], row["seed"]): row for row in rows}
+    result = []
+    for pair in PAIRS:
+        seeds = [s for p, c, s in found if p == pair and c == contender and (pair, against, s) in found]
+        if not seeds:
+            continue
+        both = [(found[pair, contender, seed], found[pair, against, seed]) for seed in sorted(seeds)]
+
+        def over(where: str, both: list[tuple[Row, Row]] = both) -> Stat:
+            return stat(mine[where]["nll"] - other[where]["nll"] for mine, other in both)
+
+        plain = fmean(other["clean"]["nll"] for _, other in both)
+        result.append(Difference(pair, over("clean"), over("shifted"), plain))
+    return result
+
+
+def _mean(rows: Sequence[Row], pairs: Sequence[str], contender: str, where: str, figure: str) -> float | None:
+    values = [
+        fmean(found)
+        for pair in pairs
+        if (found := [
+            row[where][figure] for row in rows
+            if row["pair"] == pair and row["contender"] == contender and figure in row[where]
+        ])
+    ]  # fmt: skip
+    return fmean(values) if values else None
+
+
+def _number(value: float | None, digits: int = 3, sign: bool = False) -> str:
+    return "–" if value is None else f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
+
+
+def summary(rows: Sequence[Row], half: str) -> list[str]:
+    """A line for every contender: where it is worse, and its means over the pairs of this half."""
+    pairs = [name for name, pair in PAIRS.items() if pair.half == half]
+    lines = [
+        "| contender | NLL, classes | shifted | NLL, regression | shifted | ECE | shifted | coverage of 90 % | worse than plain on |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name in (PLAIN, *OURS, *RIVALS):
+        own = [one for one in differences(rows, name) if one.pair in pairs]
+        if not own:
+            continue
+        parts = []
+        for regression in (False, True):
+            some = [one for one in own if ("coverage" in _first(rows, one.pair)["clean"]) == regression]
+            for where in ("clean", "shifted"):
+                means = [getattr(one, where).mean for one in some]
+                parts.append(_number(fmean(means) if means else None, sign=name != PLAIN) if name != PLAIN else _number(
+                    _mean([r for r in rows if ("coverage" in r["clean"]) == regression], pairs, PLAIN, where, "nll")))
+        worse = ", ".join(one.pair for one in own if one.worse) or "none"
+        figures = [_number(_mean(rows, pairs, name, where, "ece")) for where in ("clean", "shifted")]
+        coverage = _number(_mean(rows, pairs, name, "clean", "coverage"))
+        lines.append(f"| {name} | {' | '.join([*parts, *figures, coverage])} | {'' if name == PLAIN else worse} |")
+    return lines
+
+
+def _first(rows: Sequence[Row], pair: str) -> Row:
+    return next(row for row in rows if row["pair"] == pair)
+
+
+def details(rows: Sequence[Row], half: str) -> list[str]:
+    """NLL of the plain network and the difference of every other, pair by pair, with standard errors."""
+    pairs = [name for name, pair in PAIRS.items() if pair.half == half and any(row["pair"] == name for row in rows)]
+    lines = []
+    for where in ("clean", "shifted"):
+        lines += ["", f"NLL less the plain network's, {where} test rows (± one standard error over seeds):", ""]
+        lines += ["| contender | " + " | ".join(pairs) + " |", "|---|" + "---:|" * len(pairs)]
+        plain = [_number(_mean(rows, [pair], PLAIN, where, "nll")) for pair in pairs]
+        lines.append(f"| plain | {' | '.join(plain)} |")
+        for name in (*OURS, *RIVALS):
+            own = {one.pair: one for one in differences(rows, name)}
+            if own:
+                lines.append(f"| {name} | " + " | ".join(_cell(own.get(pair), where) for pair in pairs) + " |")
+    return lines
+
+
+def _cell(one: Difference | None, where: str) -> str:
+    if one is None:
+        return "–"
+    value: Stat = getattr(one, where)
+    text = f"{_number(value.mean, sign=True)} ± {_number(value.error)}"
+    return f"**{text}**" if where == "clean" and one.worse else text
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """All tables of the page."""
+    parts = []
+    for half, title in (("choosing", "The pairs that defaults were chosen on"), ("judging", "The pairs looked at once, at the end")):
+        if any(row["half"] == half for row in rows):
+            parts += [f"## {title}", "", *summary(rows, half), *details(rows, half), ""]
+    return "\n".join(parts)

@@ -111,6 +111,20 @@ def test_verdict_counts_standard_errors_by_hand():
     assert "Rank1 (−0.200 ± 0.006, 34.6 s.e.)" in text
 
 
+def test_verdict_passes_on_what_fit_found():
+    document = tiny({"Deterministic": BASE, "Rank1": BASE, "KTied": BASE})
+    assert "sb.fit" not in " ".join(verdict(document))
+    for run, kinds in zip(
+        document["methods"][2]["runs"], (["kl-dominates"], [], ["kl-dominates"]), strict=True
+    ):
+        run["findings"] = kinds
+    document["methods"][0]["runs"] = [
+        run | {"findings": ["overconfident"]} for run in document["methods"][0]["runs"]
+    ]
+    words = "sb.fit says: Deterministic (overconfident) and KTied (kl-dominates in 2 of 3 runs)."
+    assert words in " ".join(verdict(document))
+
+
 def test_verdict_without_a_comparison():
     assert "was not run" in " ".join(verdict(tiny({"Rank1": BASE})))
     assert "nothing to compare it with" in " ".join(verdict(tiny({"Deterministic": BASE})))

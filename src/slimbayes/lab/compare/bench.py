@@ -22,6 +22,7 @@ from slimbayes.lab.models import default_network
 from slimbayes.lab.runs import Facts, Run, make_likelihood, make_model
 from slimbayes.metrics import Evaluation, ood_scores
 from slimbayes.training import Training, fit
+from slimbayes.training.judging import unsaid
 from slimbayes.training.sources import hold_out
 from slimbayes.verbs.evaluation import assess
 from slimbayes.verbs.provenance import provenance
@@ -119,14 +120,16 @@ class Bench:
         )  # fmt: skip
         model = make_model(one, self.data.shape, self.data.num_outputs, seed)
         likelihood = make_likelihood(self.data.task)
-        fitted = fit(
-            model, self.data, training, validation=config.validation, likelihood=likelihood, progress=progress,
-            label=label,
-        )  # fmt: skip
+        with unsaid():  # the report says it, of all seeds at once
+            fitted = fit(
+                model, self.data, training, validation=config.validation, likelihood=likelihood, progress=progress,
+                label=label,
+            )  # fmt: skip
         run = Run(model, one, self.facts, likelihood)
         return {
             "method": self.entry(contender, run),
             "run": self.figures(run, fitted.history, fitted.seconds, seed)
+            | {"findings": [finding.kind for finding in fitted.findings]}
             | self._held_out(run, training.seed),
         }
 

@@ -17,6 +17,7 @@ _RUN_PARTS: dict[str, type] = {
     "entropy": dict,
     "disagreement": list,
     "history": list,
+    "findings": list,
     "examples": dict,
     "fit": dict,
     "scatter": dict,

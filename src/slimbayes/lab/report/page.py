@@ -147,6 +147,7 @@ _SIGNS = {
     "missing": "–",
     "none": "–",
     "clean": "○",
+    "sign": "!",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -126,7 +127,7 @@ def margin(n: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return max(2.0, sum(term / free**power for power, term in enumerate(t)))
+    return max(2.0, sum(term / float(free) ** power for power, term in enumerate(t)))
 
 
 def judge(difference: Stat) -> str:
@@ -166,7 +167,7 @@ def joined(names: list[str]) -> str:
 class Finding(NamedTuple):
     """A sentence of the verdict: its kind, and its text."""
 
-    kind: str  # "opening", "lower", "higher", "undecided", "single", "missing", "none", "clean", "caution"
+    kind: str  # "opening", "lower", "higher", "undecided", "single", "missing", "none", "clean", "sign", "caution"
     text: str
 
 
@@ -190,7 +191,7 @@ def findings(results: Results) -> list[Finding]:
         )
     if where == "shifted":
         found += _clean_words(results, others, common)
-    return found + _cautions(results, others)
+    return found + _signs(results) + _cautions(results, others)
 
 
 def _data(where: str) -> str:
@@ -267,6 +268,24 @@ def _clean_words(results: Results, others: list[dict[str, Any]], common: list[Ce
         else ""
     )
     return [Finding("clean", f"On clean test data, by the same rule, NLL is {' and '.join(parts)}{tail}.")]
+
+
+def _signs(results: Results) -> list[Finding]:
+    """What ``sb.fit`` found of the runs, by method."""
+    entries = []
+    for method in results.methods:
+        kinds = Counter(str(kind) for run in method["runs"] for kind in run.get("findings") or [])
+        runs = len(method["runs"])
+        words = [
+            kind + (f" in {count} of {runs} runs" if count < runs else "") for kind, count in kinds.items()
+        ]
+        if words:
+            entries.append(f"{label(method)} ({', '.join(words)})")
+    return (
+        [Finding("sign", f"May be worse than they could be, sb.fit says: {joined(entries)}.")]
+        if entries
+        else []
+    )
 
 
 def _cautions(results: Results, others: list[dict[str, Any]]) -> list[Finding]:

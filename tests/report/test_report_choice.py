@@ -40,6 +40,9 @@ def test_the_sentence_names_gain_and_cost():
         "Take Rank1: it lowers NLL by 0.060 ± 0.006 (mean of clean, −0.020, and shifted, −0.100; 3 seeds, paired with "
         "the plain network), costs 1.5 times the training and 4 times the prediction."
     )
+    slow = method("Rank1", 0.48, 0.9, train=1.5, predict=4.04)
+    slow["runs"][0]["train_seconds"] = 60.0  # a first run that warmed up
+    assert "costs 1.5 times the training" in chosen(slow).text
     assert "two standard errors (4.3 with 3 seeds, Student's t)" in found.rule
 
 

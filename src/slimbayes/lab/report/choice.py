@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 from slimbayes.lab.report.results import Results, label, number
@@ -162,11 +163,11 @@ def _beside(
 
 
 def _costs(base: Method, method: Method) -> tuple[float | None, float | None]:
-    """Times of training and of prediction over the plain network's."""
+    """Times of training and of prediction over the plain network's; medians, for a first run warms up."""
 
     def ratio(key: str) -> float | None:
-        mine, plain = (stat(number(run.get(key)) for run in m["runs"]).mean for m in (method, base))
-        return mine / plain if mine is not None and plain is not None and mine > 0 and plain > 0 else None
+        mine, plain = ([number(run.get(key)) or 0.0 for run in m["runs"]] for m in (method, base))
+        return median(mine) / median(plain) if min(mine) > 0 and min(plain) > 0 else None
 
     return ratio("train_seconds"), ratio("predict_seconds")
 

@@ -102,7 +102,7 @@ def _difference_row(
     wide = margin(entry.n) * entry.error if entry.error is not None else None
     ax.errorbar(entry.mean, y, xerr=wide, color=style.colour, marker=style.marker, capsize=3,
                 markersize=5 if hollow else 6, elinewidth=0.9 if hollow else 1.8,
-                **({"markerfacecolor": "white"} if hollow else {}))  # fmt: skip
+                **({"markerfacecolor": "none"} if hollow else {}))  # fmt: skip
 
 
 def _difference_words(places: Sequence[str], counts: list[int]) -> str:

@@ -99,10 +99,10 @@ def balance(
 
 def outweighed(nll: float, divergence: float, num_data: int, likelihood: Likelihood) -> Iterator[Finding]:
     """The same of figures: nll per datum, and the KL as it enters the loss, weighted and tempered."""
-    floor = limits.KL_FLOOR_REAL if isinstance(likelihood, Gaussian) else limits.KL_FLOOR
+    density = isinstance(likelihood, Gaussian)
     share = divergence / num_data
-    ratio = share / max(abs(nll), floor)
-    if ratio > limits.KL_RATIO:
+    ratio = share / max(abs(nll), limits.KL_DENSITY if density else 1e-12)
+    if ratio > limits.KL_RATIO and (density or nll > limits.KL_FITTED):
         yield Finding(
             "kl-dominates", "warning", "",
             f"the KL is {share:.3g} nats per datum, the nll {nll:.3g}: the smaller part of the loss",

@@ -27,8 +27,10 @@ START_SPREAD = (
 )  # relative deviation of σ at the start, where it is random: 0.1 or so for every method
 START_COUNT = 64  # elements, below which mean and deviation say little
 KL_RATIO = 1.0  # KL per datum over nll per datum: more, and most of the loss is the prior's
-KL_FLOOR = 0.1  # nats per datum that count as the nll at least: beside a smaller one any KL is large, and does no harm
-KL_FLOOR_REAL = 1.0  # the same for densities, whose nll goes through 0 by a choice of units
+KL_FITTED = 0.1  # nats per datum: classes with a smaller nll are fitted, and no KL keeps much from them
+KL_DENSITY = (
+    1.0  # nats per datum that count as the nll of a density at least: it goes through 0 by a choice of units
+)
 DROWNED = (
     0.3  # nats per datum that noise may cost: at more, targets lose a quarter of their probability to it
 )

@@ -292,6 +292,26 @@ def test_a_kl_that_was_never_used(healthy):
     }  # no KL
 
 
+@pytest.mark.parametrize("how", ["no KL", "optimizer from before", "elbo"])
+def test_own_loops_without_the_kl(data, how):
+    """The plain loss on draws, or an optimizer made before the conversion, leave σ where it started."""
+    x, y = (each[:1000] for each in data)
+    torch.manual_seed(1)
+    net = network()
+    parameters = list(net.parameters())
+    model = sb.bayesianize(net, sb.MeanField(prior=sb.Normal(0.0, 0.3)))
+    if how != "optimizer from before":
+        parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=5e-3 if how == "no KL" else 3e-2)
+    for _ in range(100):
+        found = sb.elbo(sb.draw(model, x), y, model, num_data=1000)
+        optimizer.zero_grad()
+        (found.nll if how == "no KL" else found.loss).backward()
+        optimizer.step()
+    kinds = sb.diagnose(model, x, y, num_data=1000).kinds
+    assert kinds == (set() if how == "elbo" else {"sigma-at-start", "kl-unused"})
+
+
 class Confident(nn.Module):
     """Logits whose class is right with a probability of 0.8, whatever they say."""
 

@@ -76,7 +76,8 @@ def diagnose(
             new += behaviour.drowned(model, inputs, draws, targets, likelihood)
             looked.append("noise against signal")
             if num_data is not None:
-                new += behaviour.balance(model, draws, targets, num_data, weight, likelihood)
+                started = any(finding.kind == "sigma-at-start" for finding in found)
+                new += behaviour.balance(model, draws, targets, num_data, weight, likelihood, started)
                 looked.append("KL against nll")
         found += new
     if validation is not None and not any(f.severity == "error" for f in found):

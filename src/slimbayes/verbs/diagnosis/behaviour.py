@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,14 +88,16 @@ def balance(
     num_data: int,
     weight: float,
     likelihood: Likelihood | None,
+    started: bool = False,
 ) -> Iterator[Finding]:
-    """A KL per datum above the nll per datum."""
+    """A KL per datum above the nll per datum; where the spreads are as they ``started``, it was not in the loss."""
     if isinstance(num_data, bool) or num_data < 1:
         raise ValueError(f"num_data={num_data!r}: pass the number of training examples")
     chosen = Categorical() if likelihood is None else likelihood
     with torch.no_grad():  # a num_data below the batch is an error of elbo, and here a finding
         parts = elbo(draws, targets, model, max(num_data, len(targets)), chosen)
-    yield from outweighed(float(parts.nll), weight * float(parts.kl), num_data, chosen)
+    for finding in outweighed(float(parts.nll), weight * float(parts.kl), num_data, chosen):
+        yield _unspent(finding) if started else finding
 
 
 def outweighed(nll: float, divergence: float, num_data: int, likelihood: Likelihood) -> Iterator[Finding]:
@@ -107,9 +110,9 @@ def outweighed(nll: float, divergence: float, num_data: int, likelihood: Likelih
             "kl-dominates", "warning", "",
             f"the KL is {share:.3g} nats per datum, the nll {nll:.3g}: the smaller part of the loss",
             "The prior counts more than the data, and the network fits them less than it could",
-            f"Check that num_data={num_data} is the size of the training set and not of a batch, and that the loss had "
-            "the KL in it; else lower the temperature of the method or kl_weight, choose a prior nearer to the weights "
-            "(sb.HeNormal, a smaller scale), a larger stddev_init, or a method with fewer random numbers (Rank1)",
+            f"Check that num_data={num_data} is the size of the training set and not of a batch, and that the loss was "
+            "sb.elbo(...).loss; else lower the temperature of the method or kl_weight, choose a prior nearer to the "
+            "weights (sb.HeNormal, a smaller scale), a larger stddev_init, or a method with fewer random numbers",
             ratio, limits.KL_RATIO,
         )  # fmt: skip
 
@@ -153,6 +156,15 @@ def unused(steps: float | None) -> Iterator[Finding]:
         "Train on sb.elbo(...).loss with a kl_weight above 0; if it has one, its schedule (kl_start, kl_coefficient, "
         "LinearAnnealing) began later than the training ended",
         0.0, 0.0,
+    )  # fmt: skip
+
+
+def _unspent(dominating: Finding) -> Finding:
+    return replace(
+        dominating, kind="kl-unused", what=f"{dominating.what}, and spreads are where they started",
+        why="The KL would have moved them: it was not in the loss, or the optimizer does not have them",
+        remedy="Train on sb.elbo(...).loss, with an optimizer that was made after sb.bayesianize, of "
+        "sb.parameter_groups(model, ...) or model.parameters()",
     )  # fmt: skip
 
 

@@ -132,6 +132,21 @@ def test_the_examples(wine):
         assert all(e["target"] != e["prediction"] for e in examples.get("wrong", ()))
 
 
+def test_validation_rows_are_measured_apart(wine):
+    """The rows that ``fit`` held out, clean and shifted, by hand; without a fraction there are none."""
+    assert "validation" not in wine[0]["methods"][0]["runs"][0]
+    config = dataclasses.replace(WINE, validation=0.25, contenders=WINE.contenders[:1], max_test=None)
+    bench = Bench(config, sb.data.load("wine"), None)
+    run = bench.measure(config.contenders[0], 3, False, "")["run"]
+    held = run["validation"]
+    assert {name: set(rows) for name, rows in held["shifted"].items()} == {
+        "noise": {"1", "4"}, "covariate": {"1", "4"},
+    }  # fmt: skip
+    assert held["clean"]["nll"] == pytest.approx(run["history"][-1]["validation_nll"], rel=1e-4)
+    assert held["clean"]["nll"] != run["clean"]["nll"]
+    assert held["shifted"]["noise"]["4"]["nll"] != held["clean"]["nll"]
+
+
 def test_one_cell_by_hand(wine):
     """Train the same model with the library's parts and score it with plain torch."""
     data = sb.data.load("wine")

@@ -1,6 +1,7 @@
 """``sb.diagnose``: every finding appears in a model made sick on purpose, and none in a healthy one."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.verbs.diagnosis import limits
+from slimbayes.verbs.diagnosis import behaviour, limits
 
 
 def network(norm=False):
@@ -24,7 +25,7 @@ METHODS = {
     "BatchEnsemble": sb.BatchEnsemble(components=3, random_sign_init=0.5),
     "EMP": sb.EMP(components=3, init_noise=0.1, learn_mixing=True),
     "DeepEnsemble": sb.DeepEnsemble(members=2),
-    "MCDropout": sb.MCDropout(),
+    "MCDropout": sb.MCDropout(rate=0.02),
     "Deterministic": sb.Deterministic(),
 }
 
@@ -32,23 +33,23 @@ METHODS = {
 @pytest.fixture(scope="module")
 def data():
     torch.manual_seed(0)
-    x = torch.randn(400, 8)
-    return x, (x[:, :3] + 0.3 * torch.randn(400, 3)).argmax(1)
+    x = torch.randn(2000, 8)
+    return x, (x[:, :3] + 0.3 * torch.randn(2000, 3)).argmax(1)
 
 
 @pytest.fixture(scope="module")
 def healthy(data):
-    """Every method, trained."""
-    x, y = data
+    """Every method, trained on the first half of the data."""
+    x, y = (each[:1000] for each in data)
     found = {}
     for name, method in METHODS.items():
         torch.manual_seed(1)
         model = sb.bayesianize(network(norm=True), method)
-        groups = sb.parameter_groups(model, lr=2e-2, weight_decay=0.0)
+        groups = sb.parameter_groups(model, lr=2e-2, weight_decay=2e-3)
         optimizer = torch.optim.Adam(groups)
         for _ in range(60):
-            draws = sb.draw(model, x[:200], samples=2)
-            loss = sb.elbo(draws, y[:200], model, num_data=400).loss
+            draws = sb.draw(model, x, samples=2)
+            loss = sb.elbo(draws, y, model, num_data=1000).loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -67,10 +68,14 @@ def test_healthy_models_have_no_findings(healthy, data, name):
     x, y = data
     before = copy.deepcopy(healthy[name].state_dict())
     history = [{"kl_weight": 0.5}, {"kl_weight": 1.0}]
-    found = sb.diagnose(healthy[name], x, y, num_data=400, history=history)
+    found = sb.diagnose(
+        healthy[name], x[:1000], y[:1000], validation=(x[1000:], y[1000:]), num_data=1000, history=history
+    )
     assert found.ok and not found.findings, str(found)
     assert str(found).startswith("Nothing looks wrong. Looked at: parameters, spreads")
-    assert found.looked_at[-3:] == ("annealing", "draws", "KL against nll")
+    assert found.looked_at[-5:] == (
+        "annealing", "draws", "noise against signal", "KL against nll", "calibration"
+    )  # fmt: skip
     for key, value in healthy[name].state_dict().items():
         assert torch.equal(value, before[key])
 
@@ -222,15 +227,156 @@ def test_what_fit_returned(healthy, annealing):
 
 
 def test_a_kl_that_outweighs_the_data(healthy, data):
+    """From the KL's half of the loss on, by hand; weighted, it may be many times as large."""
     x, y = data
-    first = only(sb.diagnose(healthy["MeanField"], x, y, num_data=2), "kl-dominates")
+    model = healthy["MeanField"]
+    found = sb.diagnose(model, x, y, num_data=2)
+    first = only(found, "kl-dominates")
     with torch.no_grad():
-        share = sb.kl(healthy["MeanField"]).item() / 2
-    assert f"{share:.3g} nats" in first.what
-    light = sb.diagnose(healthy["MeanField"], x, y, num_data=2, annealing=lambda step: 1e-3, step=1)
+        share = sb.kl(model).item()
+        draws = sb.draw(model, x, samples=4, seed=0)
+        nll = float(sb.Categorical().mean_nll(draws, y))
+    assert f"{share / 2:.3g} nats" in first.what and first.value == pytest.approx(share / 2 / nll, rel=1e-4)
+    even = share / nll
+    assert "kl-dominates" in sb.diagnose(model, x, y, num_data=int(0.9 * even)).kinds
+    assert sb.diagnose(model, x, y, num_data=int(1.1 * even)).ok
+    light = sb.diagnose(model, x, y, num_data=2, annealing=lambda step: 1e-4, step=1)
     assert light.ok
     with pytest.raises(ValueError, match="num_data=0"):
-        sb.diagnose(healthy["MeanField"], x, y, num_data=0)
+        sb.diagnose(model, x, y, num_data=0)
+
+
+def test_the_share_of_the_kl_is_that_of_the_loss(healthy, data, monkeypatch):
+    """As elbo gives it, tempered where the method says so, and not as sb.kl does."""
+    x, y = data
+    honest = behaviour.elbo
+
+    def tempered(*arguments):
+        found = honest(*arguments)
+        return dataclasses.replace(found, kl=0.01 * found.kl)
+
+    assert "kl-dominates" in sb.diagnose(healthy["MeanField"], x, y, num_data=50).kinds
+    monkeypatch.setattr(behaviour, "elbo", tempered)
+    assert sb.diagnose(healthy["MeanField"], x, y, num_data=50).ok
+
+
+def test_a_nearly_perfect_fit_is_not_dominated():
+    """Beside an nll of 0.09 any KL is large, and does no harm; a density's nll goes through 0."""
+    assert not list(behaviour.outweighed(0.09, 500.0, 1000, sb.Categorical()))
+    assert not list(behaviour.outweighed(0.11, 100.0, 1000, sb.Categorical()))
+    assert list(behaviour.outweighed(0.11, 120.0, 1000, sb.Categorical()))
+    assert not list(behaviour.outweighed(-0.01, 900.0, 1000, sb.Gaussian()))
+    assert list(behaviour.outweighed(-0.01, 1100.0, 1000, sb.Gaussian()))
+
+
+@torch.no_grad()
+def test_noise_that_drowns_the_signal(sick, data):
+    x, y = data
+    model = sick("MeanField")
+    model[3].bayes.weight.maximum = None
+    model[3].bayes.weight.rho.fill_(math.log(math.expm1(1.5)))
+    first = only(sb.diagnose(model, x, y), "noise-drowns")
+    silent = float(sb.Categorical().mean_nll(sb.draw(model, x, noise="mean"), y))
+    assert f"without noise (noise='mean') it is {silent:.3g}" in first.what and first.value > 0.3
+    assert sb.diagnose(sick("BatchEnsemble"), x, y).ok  # has none
+
+
+def test_a_kl_that_was_never_used(healthy):
+    model = healthy["MeanField"]
+    first = only(sb.diagnose(model, history=[{"kl_weight": 0.0, "step": 70}] * 3), "kl-unused")
+    assert "all 70 steps" in first.what
+    late = sb.LinearAnnealing(1000, start=600)
+    only(sb.diagnose(model, annealing=late, step=500), "kl-unused")
+    assert sb.diagnose(healthy["BatchEnsemble"], history=[{"kl_weight": 0.0}] * 3).kinds == {
+        "kl-tempered"
+    }  # no KL
+
+
+@pytest.mark.parametrize("how", ["no KL", "optimizer from before", "elbo"])
+def test_own_loops_without_the_kl(data, how):
+    """The plain loss on draws, or an optimizer made before the conversion, leave σ where it started."""
+    x, y = (each[:1000] for each in data)
+    torch.manual_seed(1)
+    net = network()
+    parameters = list(net.parameters())
+    model = sb.bayesianize(net, sb.MeanField(prior=sb.Normal(0.0, 0.3)))
+    if how != "optimizer from before":
+        parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=5e-3 if how == "no KL" else 3e-2)
+    for _ in range(100):
+        found = sb.elbo(sb.draw(model, x), y, model, num_data=1000)
+        optimizer.zero_grad()
+        (found.nll if how == "no KL" else found.loss).backward()
+        optimizer.step()
+    kinds = sb.diagnose(model, x, y, num_data=1000).kinds
+    assert kinds == (set() if how == "elbo" else {"sigma-at-start", "kl-unused"})
+
+
+class Confident(nn.Module):
+    """Logits whose class is right with a probability of 0.8, whatever they say."""
+
+    def __init__(self, logit):
+        super().__init__()
+        self.logit = nn.Parameter(torch.tensor(logit))
+
+    def forward(self, x):
+        return torch.stack([self.logit * x, 0 * x], 1)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "count", "kind"),
+    [
+        (0.9, 2000, "overconfident"),
+        (0.68, 2000, "underconfident"),
+        (0.82, 2000, None),
+        (0.87, 60, None),  # 7 points off, which is chance in 60 examples
+        (0.98, 60, "overconfident"),
+    ],
+)
+def test_probabilities_that_cannot_be_believed(confidence, count, kind):
+    model = sb.bayesianize(Confident(math.log(confidence / (1 - confidence))), sb.Deterministic())
+    y = (torch.arange(count) % 5 == 0).long()  # a fifth is of the other class
+    found = sb.diagnose(model, validation=(torch.ones(count), y))
+    if kind is None:
+        assert found.ok, str(found)
+        return
+    first = only(found, kind)
+    assert (
+        first.value == pytest.approx(abs(confidence - 0.8), abs=1e-4) and f"{count} validation" in first.what
+    )
+    assert ("above" if kind == "overconfident" else "below") + " accuracy" in first.what
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_calibrated_models_raise_no_alarm(seed):
+    """Labels drawn from the stated probabilities themselves, in samples small and large."""
+    generator = torch.Generator().manual_seed(seed)
+    for count in (50, 400, 3000):
+        logits = 1.5 * torch.randn(count, 4, generator=generator)
+        y = torch.distributions.Categorical(logits=logits)
+        y = torch.multinomial(y.probs, 1, generator=generator)[:, 0]
+        model = sb.bayesianize(nn.Identity(), sb.Deterministic())
+        assert sb.diagnose(model, validation=[(logits, y)]).ok
+        spread = torch.randn(count, generator=generator)
+        real = sb.diagnose(
+            model, validation=(torch.zeros(count, 1), spread[:, None]), likelihood=sb.Gaussian(precision=1.0)
+        )
+        assert real.ok, str(real)
+
+
+@pytest.mark.parametrize(("scale", "kind"), [(2.0, "overconfident"), (0.4, "underconfident"), (1.05, None)])
+def test_intervals_that_do_not_hold(scale, kind):
+    """Of Normal targets ``scale`` times as wide as the intervals say: 59 % and 100 % lie inside."""
+    count = 999
+    y = scale * torch.special.ndtri((torch.arange(count) + 0.5) / count)[:, None]
+    model = sb.bayesianize(nn.Identity(), sb.Deterministic())
+    validation = (torch.zeros(count, 1), y)
+    found = sb.diagnose(model, validation=validation, likelihood=sb.Gaussian(precision=1.0))
+    if kind is None:
+        assert found.ok
+        return
+    assert "of 999 validation targets" in only(found, kind).what
+    assert found.findings[0].value == pytest.approx(math.erf(1.645 / scale / math.sqrt(2)), abs=2e-3)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from helpers_cli import runner
 
 import slimbayes as sb
 from slimbayes.lab.config import CompareConfig, RunConfig, from_dict, read_config
-from slimbayes.lab.report import read_results
+from slimbayes.lab.report import choose, read_results
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -75,6 +75,7 @@ def test_compare_writes_results_and_page(slimbayes, tmp_path):
     for label in ("Deterministic", "MCDropout", "KTied"):
         assert label in done.out
     assert "report.html" in done.out and not list(tmp_path.rglob("*.partial"))
+    assert done.out.rstrip().endswith(choose(results).text)  # which to take, last on the screen
     again = slimbayes(
         "compare", *[w for w in TINY if w != "--quiet"], "--methods", "Deterministic,MCDropout", "--out", tmp_path,
         "--resume", "--no-page",
@@ -95,7 +96,7 @@ def test_configurations_are_saved_and_replayed(slimbayes, tmp_path, command):
     kind = CompareConfig if command == "compare" else RunConfig
     path = tmp_path / "a" / "config.yaml"
     more = (
-        ["--seeds", "2", "--max-test", "9"]
+        ["--seeds", "2", "--max-test", "9", "--validation", "0.2"]
         if command == "compare"
         else ["--seed", "4", "--validation", "0.1"]
     )
@@ -120,7 +121,7 @@ def test_configurations_are_saved_and_replayed(slimbayes, tmp_path, command):
     assert over.training.epochs == 8 and over.training.lr == 0.001
     if command == "compare":
         assert [c.label for c in saved.contenders] == ["Deterministic", "Rank1(components=3)"]
-        assert saved.seeds == (0, 1)
+        assert saved.seeds == (0, 1) and saved.validation == 0.2
     else:
         assert saved.method == "Rank1(components=3)" and training.seed == 4
 

@@ -103,6 +103,11 @@ def test_no_horizontal_overflow_on_a_phone(browser, pages, name, scheme, tmp_pat
     assert browser.execute_script("return document.documentElement.scrollWidth") == 390
     inner = "const s = document.querySelector('#summary .scroll'); return s.scrollWidth > s.clientWidth"
     assert browser.execute_script(inner)  # the table scrolls within its own box
+    tops = "return arguments[0].map(s => document.querySelector(s).getBoundingClientRect().top)"
+    order = ["#verdict .lead", "#figure-difference svg", "#summary table", "#summary .findings"]
+    assert (found := browser.execute_script(tops, order)) == sorted(found)
+    right = "return document.querySelector('th button[data-name^=Shifted]').getBoundingClientRect().right"
+    assert browser.execute_script(right) < 390  # in sight before anything scrolls
     screenshot(browser, tmp_path / f"{name}-{scheme}.png")
 
 
@@ -142,14 +147,15 @@ def test_sorting_by_mouse(browser, pages):
     view(browser, pages["images"], 1280)
     assert sorts(browser) == []
     button = browser.find_element("css selector", 'th button[data-name="Clean: NLL"]')
-    before = column(browser, 1)
+    index = int(button.get_attribute("data-column"))
+    before = column(browser, index)
     assert before.count("") == 1
     button.click()
-    first = column(browser, 1)
+    first = column(browser, index)
     assert first == [*sorted((v for v in before if v), key=float), ""]
     assert sorts(browser) == [["NLL", "ascending"]]
     button.click()
-    assert column(browser, 1) == [*sorted((v for v in before if v), key=float, reverse=True), ""]
+    assert column(browser, index) == [*sorted((v for v in before if v), key=float, reverse=True), ""]
     assert sorts(browser) == [["NLL", "descending"]]
     browser.find_element("css selector", 'th button[data-name="method"]').click()
     assert sorts(browser) == [["Method", "ascending"]]

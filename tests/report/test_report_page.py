@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from html import escape
 
 import numpy as np
 import pytest
 from helpers_html import EVIL, Tree
 from report.helpers_results import ALL, METHODS, SHIFTS, classification, picture, regression
 
-from slimbayes.lab.report import ReportError, summary_rows, write_report, write_results
+from slimbayes.lab.report import ReportError, choose, summary_rows, write_report, write_results
 from slimbayes.lab.report.examples import picture as picture_png
 from slimbayes.lab.report.panels import png, themed, tidy
 from slimbayes.lab.report.uncertainty import pooled
@@ -53,6 +54,42 @@ def test_page_is_well_formed(report):
     assert html.count('class="single"') == (2 if kind in ("images", "table") else 1)
 
 
+def test_the_answer_comes_first_then_the_picture_then_the_tables(report):
+    """The order of the page is also the order on a phone; the rule and its rows are said."""
+    _, document, _, html = report
+    found = choose(document)
+    main = html[html.index("<main") :]
+    answer, rule = (
+        f'<p class="{kind}">{escape(words)}</p>'
+        for kind, words in (("lead", found.text), ("note rule", found.rule))
+    )
+    places = [
+        main.index(part)
+        for part in (answer, 'id="figure-difference"', rule, '<table class="summary', 'class="findings"')
+    ]
+    assert places == sorted(places) and main.index("<p") == places[0]
+    heads = [re.sub("<.*?>", "", head) for head in re.findall(r'<th scope="colgroup".*?</th>', main)]
+    assert heads[:2] == ["Shifted", "Clean"]
+    assert 'data-column="1" data-name="Shifted: Δ NLL to det."' in main
+
+
+def test_the_picture_has_clean_and_shifted_differences(report):
+    _, document, path, html = report
+    rows = list(csv.DictReader((path.parent / "figures" / "difference.csv").open(encoding="utf-8")))
+    assert len(rows) == 2 * 2 * 2  # methods, clean and shifted, seeds
+    plain, mine = (document["methods"][i]["runs"][1] for i in (0, 2))
+    by_hand = {
+        "clean": mine["clean"]["nll"] - plain["clean"]["nll"],
+        "shifted": np.mean(
+            [mine["shifted"][s][v]["nll"] - plain["shifted"][s][v]["nll"] for s in plain["shifted"] for v in "12345"]
+        ),
+    }  # fmt: skip
+    for row in rows:
+        if (row["method"], row["seed"]) == (document["methods"][2]["name"], "1"):
+            assert float(row["difference"]) == pytest.approx(by_hand.pop(row["data"]), rel=1e-4)
+    assert by_hand == {} and "12.7 with 2 seeds" in html
+
+
 def test_page_fetches_nothing(report):
     _, _, path, html = report
     tree = Tree(html)
@@ -80,7 +117,7 @@ def test_files_of_every_figure(report):
         ET.fromstring(base.with_suffix(".svg").read_text(encoding="utf-8"))
         with PIL.open(base.with_suffix(".png")) as image:
             image.load()
-            assert image.width > 500 and len(np.unique(np.asarray(image.convert("L")))) > 3
+            assert image.width > 450 and len(np.unique(np.asarray(image.convert("L")))) > 3
         rows = list(csv.reader(io.StringIO(base.with_suffix(".csv").read_text(encoding="utf-8"))))
         assert len(rows) > 2 and len({len(row) for row in rows}) == 1
         for suffix in (".svg", ".csv"):  # what the page offers is what lies next to it

@@ -8,8 +8,8 @@ import pytest
 from report.helpers_results import ALL, classification, regression
 from rich.console import Console
 
-from slimbayes.lab.report import Results, markdown_summary, print_summary, summary_rows, verdict
-from slimbayes.lab.report.statistics import Stat, cells, stat
+from slimbayes.lab.report import Results, choose, markdown_summary, print_summary, summary_rows, verdict
+from slimbayes.lab.report.statistics import Stat, cells, margin, stat
 from slimbayes.lab.report.tables import best, columns, csv_summary
 
 
@@ -82,20 +82,27 @@ def test_a_run_with_nan_does_not_drop_out_of_the_mean():
 @pytest.mark.parametrize(
     ("mine", "words", "not_words"),
     [
-        ({0: 0.8, 1: 1.01, 2: 1.19}, "errors of the paired difference: Rank1 (−0.200", "Higher"),
-        ({0: 1.2, 1: 1.41, 2: 1.59}, "Higher by more than two standard errors: Rank1 (+0.200", "Lower by"),
-        ({0: 0.5, 1: 1.2, 2: 1.4}, "Within two standard errors, so no difference is shown: Rank1 (−0.167", "Lower by"),
-        ({0: 0.1}, "One seed only, so there is no standard error and no claim is made: Rank1 (−0.900)", "Lower by"),
-        ({0: 0.7, 1: 0.9, 2: 1.1}, "errors of the paired difference: Rank1 (−0.300 ± 0.000).", "s.e."),
-        (BASE, "Within two standard errors, so no difference is shown: Rank1 (+0.000 ± 0.000)", "Lower by"),
+        ({0: 0.8, 1: 1.01, 2: 1.19}, "Shown to be lower: Rank1 (−0.200", "Shown to be higher"),
+        ({0: 1.2, 1: 1.41, 2: 1.59}, "Shown to be higher: Rank1 (+0.200", "Shown to be lower"),
+        ({0: 0.5, 1: 1.2, 2: 1.4}, "Not shown to differ: Rank1 (−0.167", "Shown to be lower"),
+        ({0: 0.9, 1: 1.0, 2: 1.1}, "Not shown to differ: Rank1 (−0.200 ± 0.058, 3.5 s.e.)", "Shown to be lower"),
+        ({0: 0.1}, "One seed only, so there is no standard error and no claim is made: Rank1 (−0.900)", "Shown"),
+        ({0: 0.7, 1: 0.9, 2: 1.1}, "Shown to be lower: Rank1 (−0.300 ± 0.000).", "s.e."),
+        (BASE, "Not shown to differ: Rank1 (+0.000 ± 0.000)", "Shown to be lower"),
     ],
 )  # fmt: skip
 def test_verdict_says_what_is_shown(mine, words, not_words):
     text = " ".join(verdict(tiny({"Deterministic": BASE, "Rank1": mine})))
     assert words in text and not_words not in text
     assert "1.200 ± 0.115 over 3 seeds" in text
-    if "Lower by" not in text and "One seed" not in text:
-        assert "No method is shown to be better than the deterministic network here." in text
+    assert len(mine) == 1 or "two standard errors of the paired difference, 4.3 with 3 seeds" in text
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 6, 11, 31, 200])
+def test_the_margin_is_students_quantile(n):
+    from scipy.stats import t
+
+    assert margin(n) == pytest.approx(max(2.0, t.ppf(0.975, n - 1)), rel=0.01)
 
 
 def test_verdict_counts_standard_errors_by_hand():
@@ -104,13 +111,28 @@ def test_verdict_counts_standard_errors_by_hand():
     assert "Rank1 (−0.200 ± 0.006, 34.6 s.e.)" in text
 
 
+def test_verdict_passes_on_what_fit_found():
+    document = tiny({"Deterministic": BASE, "Rank1": BASE, "KTied": BASE})
+    assert "sb.fit" not in " ".join(verdict(document))
+    for run, kinds in zip(
+        document["methods"][2]["runs"], (["kl-dominates"], [], ["kl-dominates"]), strict=True
+    ):
+        run["findings"] = kinds
+    document["methods"][0]["runs"] = [
+        run | {"findings": ["overconfident"]} for run in document["methods"][0]["runs"]
+    ]
+    words = "sb.fit says: Deterministic (overconfident) and KTied (kl-dominates in 2 of 3 runs)."
+    assert words in " ".join(verdict(document))
+
+
 def test_verdict_without_a_comparison():
     assert "was not run" in " ".join(verdict(tiny({"Rank1": BASE})))
     assert "nothing to compare it with" in " ".join(verdict(tiny({"Deterministic": BASE})))
+    assert verdict(tiny({"Deterministic": BASE}))[0] == "Nothing to choose from: Deterministic was run alone."
     assert "no runs" in " ".join(verdict(tiny({})))
     assert "no finite" in " ".join(verdict(tiny({"Deterministic": {0: None}, "Rank1": {0: 1.0}})))
     clean = verdict(tiny({"Deterministic": BASE, "Rank1": BASE}, shifted=False))
-    assert "On clean test data the" in clean[0]
+    assert any("On clean test data the" in words for words in clean)
 
 
 def test_best_is_by_direction_and_by_closeness():
@@ -162,6 +184,9 @@ def test_terminal_table(width):
     assert max(map(len, text.splitlines())) <= width
     assert "[red]MC[/red]" in text and "★" in text and "±" in text
     assert "Mean ± standard error over 2 seeds." in text and "standard errors" in text
+    assert " ".join(text.split()).startswith(choose(document).text)  # before the tables
+    first = text.index("Shifted" if width == 400 else "shifted")
+    assert first < text.index("Clean" if width == 400 else "· clean")
 
 
 def test_one_seed_has_no_error():

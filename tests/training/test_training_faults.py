@@ -16,6 +16,7 @@ from slimbayes import files
 from slimbayes.training import Terminated, TrainingError, loop
 from slimbayes.training.faults import Ending, dead_worker, explained
 from slimbayes.training.state import DamagedState, States, read_state, write_state
+from slimbayes.verbs.diagnosis.findings import ModelWarning
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 STATE, PREVIOUS = "training.safetensors", "training.previous.safetensors"
@@ -428,4 +429,5 @@ def test_no_warning_where_all_is_whole(tmp_path):
     stop(8, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ModelWarning)  # of the model, not of the state
         sb.fit(build(), data(), folder=tmp_path, resume=True, **SETTINGS)

@@ -24,6 +24,7 @@ from slimbayes.lab.data import Dataset, Scaling, StreamedDataset, stream
 from slimbayes.lab.data import load as load_data
 from slimbayes.lab.models.text import network_builder
 from slimbayes.training import FitResult, fit, mixed_seed
+from slimbayes.training.judging import unsaid
 from slimbayes.training.settings import whole_number
 from slimbayes.verbs.checkpoint import CheckpointError, load, save
 from slimbayes.verbs.method_text import SpecError, parse_method
@@ -195,10 +196,11 @@ def train_run(
                     (folder / name).unlink(missing_ok=True)
             write_config(config, folder / CONFIG)
 
-    result = fit(
-        model, data, config.training, validation=config.validation, likelihood=likelihood, folder=folder,
-        resume=resume, progress=progress, fabric=fabric, on_start=begin,
-    )  # fmt: skip
+    with unsaid():
+        result = fit(
+            model, data, config.training, validation=config.validation, likelihood=likelihood, folder=folder,
+            resume=resume, progress=progress, fabric=fabric, on_start=begin,
+        )  # fmt: skip
     run = Run(model, config, facts, likelihood)
     if first:
         save(model, folder / MODEL)

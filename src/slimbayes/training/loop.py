@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from slimbayes.core.conversion import find_record, unwrap
 from slimbayes.core.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError, guarded
 from slimbayes.training.faults import Ending, ReaderDied, dead_worker, explained, release, stopped_words
 from slimbayes.training.guard import Guard, Skips, fusable
+from slimbayes.training.judging import judge
 from slimbayes.training.keeping import STATE, describe, due, keep, put_weights, take_up
 from slimbayes.training.monitor import History, Progress, Row, spread_of, tensorboard
 from slimbayes.training.recording import Recorder, check_recordable
@@ -30,6 +31,10 @@ from slimbayes.training.settings import Training
 from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_source, mixed_seed
 from slimbayes.training.state import States, remove_partial
 from slimbayes.training.step import Objective, channels_last, make_fabric, private_randomness, seed_generators
+from slimbayes.verbs.diagnosis.findings import Finding
+
+if TYPE_CHECKING:
+    from slimbayes.metrics import Evaluation
 
 Callback = Callable[[int, Row], None]
 _AGAIN = 100  # more than there are readers
@@ -46,6 +51,7 @@ class FitResult:
     stopped_early: bool = False
     best: Row = field(default_factory=dict)
     skipped: int = 0  # steps that were not finite, and left out
+    findings: tuple[Finding, ...] = ()  # how the model may be worse than it could be, as in sb.diagnose
 
 
 def fit(
@@ -75,7 +81,8 @@ def fit(
     ``resume=True`` goes on where it stopped, to the same weights. A row of history holds the means over the steps
     since the row before; there is one every ``log_every`` steps and at the end of an epoch. ``callback(step, row)`` is
     called with each; if it raises ``slimbayes.training.StopTraining`` the state is kept first. ``on_start()`` is called
-    once, when everything has been checked and before anything is written.
+    once, when everything has been checked and before anything is written. A model that is worse than it could be (the
+    KL outweighs the data, noise drowns the signal, coverage is off) is warned of at the end, with the remedy.
 
     >>> import slimbayes as sb
     >>> _ = torch.manual_seed(0)
@@ -168,6 +175,7 @@ class Run:
         self.sums = torch.zeros(4, dtype=torch.float64)
         self.best: Row = {}
         self.best_weights: dict[str, Tensor] = {}
+        self.held: Evaluation | None = None  # of the validation data, by the weights that are kept
         self.waited = 0
         self.done = False
         self.earlier = 0.0  # seconds that the run had taken when it was interrupted
@@ -198,8 +206,9 @@ class Run:
             self.logger.finalize("success")
         epoch = math.ceil(self.step / self.per_epoch)
         return FitResult(
-            self.history.rows, self.step, epoch, self.seconds(), self.done, self.best, self.skips.total
-        )
+            self.history.rows, self.step, epoch, self.seconds(), self.done, self.best, self.skips.total,
+            judge(self),
+        )  # fmt: skip
 
     def seconds(self) -> float:
         return self.earlier + time.monotonic() - self.clock

@@ -14,9 +14,10 @@ from slimbayes.training.monitor import Row, spread_of, warn_of_collapse
 from slimbayes.training.naming import why
 from slimbayes.training.sources import mixed_seed
 from slimbayes.training.step import StopTraining, TrainingError, in_dtype
-from slimbayes.verbs.evaluation import evaluate
+from slimbayes.verbs.evaluation import assess
 
 if TYPE_CHECKING:
+    from slimbayes.metrics import Evaluation
     from slimbayes.training.loop import Run
 
 
@@ -101,25 +102,29 @@ def _call(run: Run, row: Row) -> None:
 def _validate(run: Run) -> Row:
     """Figures on the validation data, from the first process; decides on early stopping for all."""
     row: Row = {}
+    found: Evaluation | None = None
     if run.fabric.is_global_zero and run.validation is not None:
         dtype = next((p.dtype for p in run.model.parameters()), torch.float32)
-        figures = evaluate(
+        found = assess(
             run.model, run.validation.epoch(0), samples=run.settings.validation_samples,
             seed=mixed_seed(run.settings.seed, 4), likelihood=run.likelihood,
             target_scaling=run.target_scaling, prepare=lambda inputs: in_dtype(inputs, dtype),
         )  # fmt: skip
+        figures = found.compute()
         wanted = ("nll", "accuracy", "ece", "rmse")
         row = {f"validation_{name}": figures[name] for name in wanted if name in figures}
         row.setdefault("validation_nll", math.nan)  # a figure that is not defined is left out there
     if run.fabric.world_size > 1:
         row = run.fabric.broadcast(row)
     if not run.best or row["validation_nll"] < run.best["validation_nll"]:
-        run.best, run.waited = {"step": run.step, **row}, 0
+        run.best, run.waited, run.held = {"step": run.step, **row}, 0, found
         if run.settings.early_stopping is not None:
             run.best_weights = {k: v.detach().clone() for k, v in weights_of(run).items()}
     else:
         run.waited += 1
     patience = run.settings.early_stopping
+    if patience is None:  # else the weights of the best validation are put back
+        run.held = found
     run.done = patience is not None and run.waited >= patience
     return row
 

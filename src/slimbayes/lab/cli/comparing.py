@@ -47,6 +47,13 @@ def compare(
             help="Which shifts of the test data; default: all that fit; none: clean only.",
         ),
     ] = None,
+    validation: Annotated[
+        float | None,
+        typer.Option(
+            "--validation",
+            help="Hold out this fraction of the training data; the page's first line then chooses by it.",
+        ),
+    ] = None,
     max_test: Annotated[
         int | None, typer.Option("--max-test", min=1, help="At most so many test examples.")
     ] = None,
@@ -94,6 +101,7 @@ def compare(
         network=network,
         draws=draws,
         max_test=max_test,
+        validation=validation,
         seeds=tuple(range(seeds)) if seeds is not None else None,
         shifts=o.words(shifts) if shifts != "none" else (),
         data_options=o.data_options(data_option, data, base),
@@ -111,7 +119,7 @@ def compare(
         f"interrupted, it goes on with --resume"
     )
     from slimbayes.lab.compare import compare as run_comparison
-    from slimbayes.lab.report import print_summary, write_report, write_results
+    from slimbayes.lab.report import choose, print_summary, write_report, write_results
 
     results = run_comparison(wanted, out, data_root, resume, progress=not quiet, say=say, jobs=number)
     write_results(results, out / "results.json")
@@ -120,6 +128,7 @@ def compare(
         path = write_report(results, out)
         o.note(f"Page: {path}   results: {out / 'results.json'}")
     screen.print(f"{time.monotonic() - start:.0f} s in all")
+    o.note(choose(results).text)  # once more: after long tables the first line is out of sight
 
 
 def _default_jobs(config: CompareConfig) -> int:

@@ -104,6 +104,8 @@ def train(
         name for name in ("nll", "validation_nll", "validation_accuracy", "validation_rmse") if name in last
     ]
     o.note("  ".join(f"{name} {last[name]:.4f}" for name in shown))
+    for finding in result.findings:
+        o.note(str(finding))
     o.note(f"Model: {out}   next: slimbayes evaluate {out}")
 
 

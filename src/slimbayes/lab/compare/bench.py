@@ -22,6 +22,8 @@ from slimbayes.lab.models import default_network
 from slimbayes.lab.runs import Facts, Run, make_likelihood, make_model
 from slimbayes.metrics import Evaluation, ood_scores
 from slimbayes.training import Training, fit
+from slimbayes.training.judging import unsaid
+from slimbayes.training.sources import hold_out
 from slimbayes.verbs.evaluation import assess
 from slimbayes.verbs.provenance import provenance
 from slimbayes.verbs.summary import summary
@@ -55,12 +57,14 @@ class Bench:
         """The test data under a shift; kept for the next contender if there is room for all of them."""
         if place in self._kept:
             return self._kept[place]
-        shift = next(shift for shift in self.shifts if shift.name == place[0])
         # Corruptions are made on the model's device: on a GPU that takes a small part of the evaluation's time.
-        split = shift.apply(self.test.to(device), place[1], seed=EVALUATION_SEED)
+        split = self._shift(place[0]).apply(self.test.to(device), place[1], seed=EVALUATION_SEED)
         if self._keep:
             self._kept[place] = split
         return split
+
+    def _shift(self, name: str) -> Shift:
+        return next(shift for shift in self.shifts if shift.name == name)
 
     def describe(self) -> dict[str, Any]:
         """The data set, for the results."""
@@ -116,15 +120,30 @@ class Bench:
         )  # fmt: skip
         model = make_model(one, self.data.shape, self.data.num_outputs, seed)
         likelihood = make_likelihood(self.data.task)
-        fitted = fit(
-            model, self.data, training, validation=config.validation, likelihood=likelihood, progress=progress,
-            label=label,
-        )  # fmt: skip
+        with unsaid():  # the report says it, of all seeds at once
+            fitted = fit(
+                model, self.data, training, validation=config.validation, likelihood=likelihood, progress=progress,
+                label=label,
+            )  # fmt: skip
         run = Run(model, one, self.facts, likelihood)
         return {
             "method": self.entry(contender, run),
-            "run": self.figures(run, fitted.history, fitted.seconds, seed),
+            "run": self.figures(run, fitted.history, fitted.seconds, seed)
+            | {"findings": [finding.kind for finding in fitted.findings]}
+            | self._held_out(run, training.seed),
         }
+
+    def _held_out(self, run: Run, seed: int) -> dict[str, Any]:
+        """The figures of the training examples that ``fit`` held out: the method is chosen by them."""
+        if self.config.validation is None:
+            return {}
+        held = hold_out(self.data, self.config.validation, seed)[1].test
+        held = held[spread(len(held), self.config.max_test or len(held))]
+        shifted: dict[str, dict[str, Any]] = {}
+        for name, severity in self.places:
+            split = self._shift(name).apply(held.to(run.device), severity, seed=EVALUATION_SEED)
+            shifted.setdefault(name, {})[str(severity)] = self._assess(run, split).compute()
+        return {"validation": {"clean": self._assess(run, held).compute(), "shifted": shifted}}
 
     def entry(self, contender: Contender, run: Run) -> dict[str, Any]:
         """What all runs of a contender have in common."""

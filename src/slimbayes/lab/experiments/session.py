@@ -35,6 +35,7 @@ from slimbayes.lab.experiments.runner import Job
 from slimbayes.lab.experiments.several import Processes
 from slimbayes.lab.models.text import network_builder
 from slimbayes.training import StopTraining, Training, fit
+from slimbayes.training.judging import unsaid
 from slimbayes.training.keeping import STATE
 from slimbayes.training.state import States
 from slimbayes.verbs.checkpoint import CheckpointError, load, save
@@ -214,11 +215,12 @@ class Session:
         training = replace(recipe.training, seed=seed, log_every=every or recipe.training.log_every)
         label = f"{recipe.setting} {recipe.purpose} {recipe.label} seed {seed}"
         begun = time.monotonic()
-        result = fit(
-            model, prepared.data, training, folder=folder, resume=resume, progress=self.progress, label=label,
-            callback=callback, fabric=self.processes.fabric,
-            validation=None if training.early_stopping is None else prepared.validation,
-        )  # fmt: skip
+        with unsaid():  # the setting is the paper's
+            result = fit(
+                model, prepared.data, training, folder=folder, resume=resume, progress=self.progress, label=label,
+                callback=callback, fabric=self.processes.fabric,
+                validation=None if training.early_stopping is None else prepared.validation,
+            )  # fmt: skip
         origin = {"created": now(), "commit": commit(), "hardware": hardware(), "torch": torch.__version__}
         known = {"facts": facts, "steps": result.step, "seconds": result.seconds, **origin}
         if self.processes.first:

@@ -18,10 +18,11 @@ from typing import Any
 
 from slimbayes.files import write_whole
 from slimbayes.lab.report.check import ReportError
+from slimbayes.lab.report.choice import Choice, choose, verdict
 from slimbayes.lab.report.figures import write_figures
 from slimbayes.lab.report.page import page_html
 from slimbayes.lab.report.results import Results, merge_results, read_results, write_results
-from slimbayes.lab.report.statistics import Stat, verdict
+from slimbayes.lab.report.statistics import Stat
 from slimbayes.lab.report.tables import markdown_summary, print_summary, summary_rows
 
 __all__ = [
@@ -32,7 +33,9 @@ __all__ = [
     "summary_rows",
     "print_summary",
     "markdown_summary",
+    "choose",
     "verdict",
+    "Choice",
     "Results",
     "Stat",
     "ReportError",

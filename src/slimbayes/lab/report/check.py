@@ -11,11 +11,13 @@ _DICTS = ("provenance", "dataset", "ood")  # parts that may be absent or null, b
 _RUN_PARTS: dict[str, type] = {
     "clean": dict,
     "shifted": dict,
+    "validation": dict,
     "ood": dict,
     "reliability": dict,
     "entropy": dict,
     "disagreement": list,
     "history": list,
+    "findings": list,
     "examples": dict,
     "fit": dict,
     "scatter": dict,
@@ -90,9 +92,11 @@ def _check_run(run: dict[str, Any], place: str, origin: str) -> None:
     for key, kind in _RUN_PARTS.items():
         if run.get(key) is not None and not isinstance(run[key], kind):
             fail(origin, f"'{place}.{key}' is no {'object' if kind is dict else 'list'}")
-    for shift, levels in (run.get("shifted") or {}).items():
-        if not isinstance(levels, dict) or not all(isinstance(m, dict) for m in levels.values()):
-            fail(origin, f"'{place}.shifted.{shift}' is no object of metrics by severity")
+    _check_shifts(run, place, origin)
+    held = run.get("validation") or {}
+    if not all(isinstance(held.get(key) or {}, dict) for key in ("clean", "shifted")):
+        fail(origin, f"'{place}.validation' has figures that are no objects")
+    _check_shifts(held, f"{place}.validation", origin)
     for key in ("disagreement", "history"):
         if not _objects(run.get(key) or []):
             fail(origin, f"'{place}.{key}' is no list of objects")
@@ -103,6 +107,12 @@ def _check_run(run: dict[str, Any], place: str, origin: str) -> None:
         part = run.get(key) or {}
         for where, table in ((i, part.get(i) or {}) for i in inner) if inner else (("", part),):
             _check_table(table, f"{place}.{key}.{where}".rstrip("."), origin)
+
+
+def _check_shifts(part: dict[str, Any], place: str, origin: str) -> None:
+    for shift, levels in (part.get("shifted") or {}).items():
+        if not isinstance(levels, dict) or not all(isinstance(m, dict) for m in levels.values()):
+            fail(origin, f"'{place}.shifted.{shift}' is no object of metrics by severity")
 
 
 def _check_table(table: Any, place: str, origin: str) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from slimbayes.lab.report.panels import INK, MUTED, Panel, Plot, Style, axes, legend_of, printable, shorten
 from slimbayes.lab.report.results import Results, label, number
-from slimbayes.lab.report.statistics import Cell, Stat, cells, over_cells, paired, severity, signed, stat
+from slimbayes.lab.report.statistics import (
+    Cell,
+    Stat,
+    cells,
+    margin,
+    over_cells,
+    paired,
+    severity,
+    signed,
+    stat,
+)
 
 TITLES = {
     "nll": "NLL (lower is better)",
@@ -22,29 +32,29 @@ Point = tuple[float, Stat]
 
 
 def difference(results: Results, table: Mapping[str, Style]) -> Plot | None:
-    """Paired NLL differences to the deterministic network: one dot per seed, the mean, two standard errors."""
+    """Paired NLL differences to the deterministic network, shifted and clean: seeds, means and their margins."""
     common = cells(results)
-    where = "shifted" if common else "clean"
+    places = ("shifted", "clean") if common else ("clean",)
     found = []
     for method in results.methods:
         if method is not results.baseline:
-            by_seed = paired(results, method, "nll", where, common)
-            if stat(by_seed.values()).mean is not None:
-                found.append((method, by_seed, stat(by_seed.values())))
+            by_place = {where: paired(results, method, "nll", where, common) for where in places}
+            entries = {where: stat(by_seed.values()) for where, by_seed in by_place.items()}
+            if any(entry.mean is not None for entry in entries.values()):
+                found.append((method, by_place, entries))
     if not found:
         return None
 
     def draw(figure: Any) -> None:
         # a row's height is constant, so the margins in parts of the figure shrink as rows are added
         top, bottom = 0.24 / height, 0.42 / height
-        ax = axes(figure, "", f"difference in {where} NLL", (0.28, bottom, 0.69, 1 - top - bottom))
+        ax = axes(figure, "", "difference in NLL", (0.31, bottom, 0.66, 1 - top - bottom))
         ax.axvline(0.0, color=INK, linewidth=1.0)
-        for i, (method, by_seed, entry) in enumerate(found):
-            style = table[method["name"]]
-            ax.plot([v for v in by_seed.values() if v is not None], [i] * entry.n, "|", color=style.colour,
-                    markersize=9, alpha=0.7)  # fmt: skip
-            ax.errorbar(entry.mean, i, xerr=2 * entry.error if entry.error is not None else None, color=style.colour,
-                        marker=style.marker, markersize=6, elinewidth=1.8, capsize=3)  # fmt: skip
+        for i, (method, by_place, entries) in enumerate(found):
+            for where in places:
+                y = i if len(places) == 1 else i + (0.2 if where == "clean" else -0.12)
+                _difference_row(ax, y, by_place[where].values(), entries[where], table[method["name"]],
+                                where != places[0])  # fmt: skip
         ax.set_yticks(range(len(found)))
         names = [shorten(printable(label(method)), 22) for method, _, _ in found]
         ax.set_yticklabels(names, parse_math=False, color=INK)
@@ -57,25 +67,54 @@ def difference(results: Results, table: Mapping[str, Style]) -> Plot | None:
             ax.annotate(words, (0.0, 1.0), (shift, 3), ax.get_xaxis_transform(), textcoords="offset points", ha=side,
                         va="bottom", color=MUTED, size=7.5)  # fmt: skip
 
-    height = 0.66 + 0.25 * len(found)
-    words = "; ".join(f"{label(m)} {signed(e.mean or 0.0)}" for m, _, e in found)
-    rows = [[m["name"], seed, v] for m, by_seed, _ in found for seed, v in by_seed.items()]
-    several = any(entry.error is not None for _, _, entry in found)
-    bars = "The symbol is the mean over seeds, its bar ± 2 standard errors, each tick one seed."
+    height = 0.66 + (0.25 if len(places) == 1 else 0.36) * len(found)
+    words = "; ".join(
+        f"{label(method)} "
+        + ", ".join(f"{where} {signed(e.mean)}" for where, e in entries.items() if e.mean is not None)
+        for method, _, entries in found
+    )
+    rows = [
+        [method["name"], where, seed, v]
+        for method, by_place, _ in found
+        for where, by_seed in by_place.items()
+        for seed, v in by_seed.items()
+    ]
     return Plot(
         "difference",
-        "Difference to the deterministic network",
-        f"NLL on {where} test data minus the deterministic network's with the same seed. Left of zero is better. "
-        + (
-            f"{bars} A bar that reaches zero shows no difference."
-            if several
-            else "One seed: there is no bar."
-        ),
-        [Panel(draw, f"Paired NLL differences: {words}", 4.4, height)],
-        ["method", "seed", "difference"],
+        "Difference to the plain network",
+        _difference_words(places, [entry.n for *_, entries in found for entry in entries.values()]),
+        [Panel(draw, f"Paired NLL differences: {words}", 3.4, height)],
+        ["method", "data", "seed", "difference"],
         rows,
         across=1,
     )
+
+
+def _difference_row(
+    ax: Any, y: float, seeds: Iterable[float | None], entry: Stat, style: Style, hollow: bool
+) -> None:
+    """A tick for each seed, and the mean with its margin; nothing where a seed has no finite value."""
+    if entry.mean is None:
+        return
+    ax.plot(
+        [v for v in seeds if v is not None], [y] * entry.n, "|", color=style.colour, markersize=7, alpha=0.7
+    )
+    wide = margin(entry.n) * entry.error if entry.error is not None else None
+    ax.errorbar(entry.mean, y, xerr=wide, color=style.colour, marker=style.marker, capsize=3,
+                markersize=5 if hollow else 6, elinewidth=0.9 if hollow else 1.8,
+                **({"markerfacecolor": "none"} if hollow else {}))  # fmt: skip
+
+
+def _difference_words(places: Sequence[str], counts: list[int]) -> str:
+    which = "Filled: mean over shifted test data; open: clean." if len(places) > 1 else "On clean test data."
+    least = min((n for n in counts if n > 1), default=1)
+    bars = (
+        f"Bars: two standard errors ({margin(least):.1f} with {least} seeds, Student's t); ticks: seeds. "
+        "A bar that reaches zero shows no difference."
+        if least > 1
+        else "One seed: there is no bar."
+    )
+    return f"NLL minus the plain network's with the same seed; left of zero is better. {which} {bars}"
 
 
 def _by_severity(method: Mapping[str, Any], metric: str, where: Sequence[Cell]) -> list[Point]:

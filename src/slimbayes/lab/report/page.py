@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from slimbayes.lab.report.choice import choose
 from slimbayes.lab.report.examples import examples_html, text
 from slimbayes.lab.report.panels import VARIABLES, Plot, Style, styles, themed, tidy
 from slimbayes.lab.report.provenance import provenance_html, terms_html
@@ -92,9 +93,9 @@ def _template() -> tuple[str, str]:
 
 def _body(results: Results, figures: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(id, heading, content) of every section that has something in it."""
-    parts = [("verdict", "In short", _verdict(results) + figures.get("difference", ""))]
-    if results.methods:
-        parts.append(("summary", "Summary", _summary(results)))
+    parts = [("verdict", "In short", _answer(results, figures.get("difference", "")))]
+    words = _differences(results)
+    parts.append(("summary", "Summary", (_summary(results) if results.methods else "") + words))
     for key, title, words, names in _SECTIONS:
         inner = "\n".join(figures[name] for name in names if name in figures)
         if inner:
@@ -146,10 +147,18 @@ _SIGNS = {
     "missing": "–",
     "none": "–",
     "clean": "○",
+    "sign": "!",
 }
 
 
-def _verdict(results: Results) -> str:
+def _answer(results: Results, picture: str) -> str:
+    """Which method to take, the picture that shows it, and the rule."""
+    chosen = choose(results)
+    rule = f'<p class="note rule">{text(chosen.rule)}</p>\n' if chosen.rule else ""
+    return f'<div class="verdict"><p class="lead">{text(chosen.text)}</p></div>\n{picture}{rule}'
+
+
+def _differences(results: Results) -> str:
     found = findings(results)
     items = []
     for kind, sentence in found:
@@ -159,11 +168,11 @@ def _verdict(results: Results) -> str:
             items.append(
                 f'<li><span class="sign {kind}" aria-hidden="true">{_SIGNS[kind]}</span><span>{words}</span></li>'
             )
-    lead = " ".join(text(sentence) for kind, sentence in found if kind == "opening")
+    opening = " ".join(text(sentence) for kind, sentence in found if kind == "opening")
     caution = " ".join(text(sentence) for kind, sentence in found if kind == "caution")
     listed = f'<ul class="findings">{"".join(items)}</ul>' if items else ""
     return (
-        f'<div class="verdict"><p class="lead">{lead}</p>{listed}'
+        f'<div class="verdict"><p>{opening}</p>{listed}'
         + (f'<p class="note">{caution}</p>' if caution else "")
         + "</div>\n"
     )

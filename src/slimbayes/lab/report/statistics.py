@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from slimbayes.lab.report.results import Results, label, number
 
 Cell = tuple[str, str]  # a shift's name and a severity, as the file's keys
-PLAIN = 2.0  # differences of fewer standard errors than this are called undecided
+_Z = 1.959964  # of the normal distribution: 2.5 % lie beyond it
 
 
 class Stat(NamedTuple):
@@ -109,16 +110,38 @@ def paired(
     return differences
 
 
-def judge(difference: Stat) -> str:
-    """What a paired difference shows: "lower", "higher", "undecided" (within 2 s.e., or one seed), "missing".
+def margin(n: int) -> float:
+    """How many standard errors are two with n seeds: Student's t at 97.5 % with n − 1 degrees of freedom, at least 2.
 
-    >>> judge(Stat(-0.3, 0.1, 3)), judge(Stat(-0.1, 0.1, 3)), judge(Stat(-0.3, None, 1))
+    Cornish and Fisher's expansion, where there is no closed form: right to 1 %.
+
+    >>> [round(margin(n), 1) for n in (2, 3, 5, 10, 100)]
+    [12.7, 4.3, 2.8, 2.3, 2.0]
+    """
+    free, z = n - 1, _Z
+    if free < 3:
+        return 4.3027 if free == 2 else 12.7062
+    t = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return max(2.0, sum(term / float(free) ** power for power, term in enumerate(t)))
+
+
+def judge(difference: Stat) -> str:
+    """What a paired difference shows: "lower", "higher", "undecided" (within the margin, or one seed), "missing".
+
+    >>> judge(Stat(-0.3, 0.05, 3)), judge(Stat(-0.3, 0.1, 3)), judge(Stat(-0.3, None, 1))
     ('lower', 'undecided', 'undecided')
     """
     if difference.mean is None:
         return "missing"
+    if difference.error is None:
+        return "undecided"
     # 1e-9: equal runs whose means differ in the last bit have a standard error of about nothing
-    if difference.error is None or abs(difference.mean) <= max(1e-9, PLAIN * difference.error):
+    if abs(difference.mean) <= max(1e-9, margin(difference.n) * difference.error):
         return "undecided"
     return "lower" if difference.mean < 0 else "higher"
 
@@ -144,17 +167,12 @@ def joined(names: list[str]) -> str:
 class Finding(NamedTuple):
     """A sentence of the verdict: its kind, and its text."""
 
-    kind: str  # "opening", "lower", "higher", "undecided", "single", "missing", "none", "clean", "caution"
+    kind: str  # "opening", "lower", "higher", "undecided", "single", "missing", "none", "clean", "sign", "caution"
     text: str
 
 
-def verdict(results: Results | Mapping[str, Any]) -> list[str]:
-    """What the numbers show, and what they do not, in sentences of plain text."""
-    return [finding.text for finding in findings(Results.of(results))]
-
-
 def findings(results: Results) -> list[Finding]:
-    """The verdict's sentences with their kinds."""
+    """The sentences of the differences, method by method, with their kinds."""
     common = cells(results)
     where = "shifted" if common else "clean"
     if not results.methods:
@@ -173,7 +191,7 @@ def findings(results: Results) -> list[Finding]:
         )
     if where == "shifted":
         found += _clean_words(results, others, common)
-    return found + _cautions(results, others)
+    return found + _signs(results) + _cautions(results, others)
 
 
 def _data(where: str) -> str:
@@ -223,18 +241,13 @@ def _compare(results: Results, others: list[dict[str, Any]], where: str, common:
         else:
             groups["single" if difference.n == 1 else kind].append(_entry(method, difference))
     texts = {
-        "lower": "Lower by more than two standard errors of the paired difference: {}.",
-        "higher": "Higher by more than two standard errors: {}.",
-        "undecided": "Within two standard errors, so no difference is shown: {}.",
+        "lower": "Shown to be lower: {}.",
+        "higher": "Shown to be higher: {}.",
+        "undecided": "Not shown to differ: {}.",
         "single": "One seed only, so there is no standard error and no claim is made: {}.",
         "missing": "Without a finite paired value: {}.",
     }
-    found = [Finding(kind, text.format(joined(groups[kind]))) for kind, text in texts.items() if groups[kind]]
-    if not groups["lower"] and not groups["single"]:
-        found.insert(
-            0, Finding("none", "No method is shown to be better than the deterministic network here.")
-        )
-    return found
+    return [Finding(kind, text.format(joined(groups[kind]))) for kind, text in texts.items() if groups[kind]]
 
 
 def _clean_words(results: Results, others: list[dict[str, Any]], common: list[Cell]) -> list[Finding]:
@@ -245,7 +258,7 @@ def _clean_words(results: Results, others: list[dict[str, Any]], common: list[Ce
     parts = [f"{kind} for {joined(kinds[kind])}" for kind in ("lower", "higher") if kinds[kind]]
     rest = len(kinds.get("undecided", []))
     if not parts:
-        words = "On clean test data no method's NLL is shown to differ by more than two standard errors."
+        words = "On clean test data no method's NLL is shown to differ."
         return [Finding("clean", words)] if rest else []
     tail = (
         f", and undecided for the other {rest}"
@@ -257,17 +270,28 @@ def _clean_words(results: Results, others: list[dict[str, Any]], common: list[Ce
     return [Finding("clean", f"On clean test data, by the same rule, NLL is {' and '.join(parts)}{tail}.")]
 
 
+def _signs(results: Results) -> list[Finding]:
+    """What ``sb.fit`` found of the runs, by method."""
+    entries = []
+    for method in results.methods:
+        kinds = Counter(str(kind) for run in method["runs"] for kind in run.get("findings") or [])
+        runs = len(method["runs"])
+        words = [
+            kind + (f" in {count} of {runs} runs" if count < runs else "") for kind, count in kinds.items()
+        ]
+        if words:
+            entries.append(f"{label(method)} ({', '.join(words)})")
+    return (
+        [Finding("sign", f"May be worse than they could be, sb.fit says: {joined(entries)}.")]
+        if entries
+        else []
+    )
+
+
 def _cautions(results: Results, others: list[dict[str, Any]]) -> list[Finding]:
     n = min(len(method["runs"]) for method in [*others, *([results.baseline] if results.baseline else [])])
     if n < 2:
         return [Finding("caution", "Run more seeds to get standard errors.")]
-    if n < 5:
-        many = (
-            f" {len(others)} methods are compared at once, without a correction." if len(others) > 1 else ""
-        )
-        return [
-            Finding(
-                "caution", f"{n} seeds give a rough standard error: read values near two with care.{many}"
-            )
-        ]
-    return []
+    many = f" {len(others)} methods are compared at once, without a correction." if len(others) > 1 else ""
+    shown = f"Shown: beyond two standard errors of the paired difference, {margin(n):.1f} with {n} seeds (Student's t)."
+    return [Finding("caution", shown + many)]

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from slimbayes.extras import need
 from slimbayes.files import formula_safe
+from slimbayes.lab.report.choice import verdict
 from slimbayes.lab.report.results import Results, label, number
 from slimbayes.lab.report.statistics import Stat, cells, over_seeds, paired, stat
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-GROUPS = {"clean": "Clean", "shifted": "Shifted", "ood": "Out of distribution", "cost": "Cost"}
+# The first columns are those that a phone shows.
+GROUPS = {"shifted": "Shifted", "clean": "Clean", "ood": "Out of distribution", "cost": "Cost"}
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ def columns(results: Results) -> list[Column]:
         wanted = [*wanted, Column(**{**vars(DIFFERENCE), "group": where})]
     rows = _rows(results, [*wanted, *_OOD, *_COST])
     kept = [c for c in [*wanted, *_OOD, *_COST] if any(row[c.key].mean is not None for row in rows)]
-    # the difference stands next to its group's own columns
-    return sorted(kept, key=lambda column: list(GROUPS).index(column.group))
+    # the difference stands before its group's own columns
+    return sorted(kept, key=lambda column: (list(GROUPS).index(column.group), column.key != "difference"))
 
 
 def summary_rows(results: Results | Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -184,9 +186,7 @@ def seeds_note(results: Results) -> str:
 
 
 def print_summary(results: Results | Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the summary table and the verdict on the terminal, with rich; best means carry a star."""
-    from slimbayes.lab.report.statistics import verdict
-
+    """Print which method to take, the summary table and the verdict on the terminal; best means carry a star."""
     need("rich", "the terminal's table", "cli")
     from rich import box
     from rich.console import Console as RichConsole
@@ -195,6 +195,9 @@ def print_summary(results: Results | Mapping[str, Any], console: Console | None 
 
     results = Results.of(results)
     console = console or RichConsole()
+    first, *rest = verdict(results)
+    console.print(Text(first, style="bold"))
+    console.print()
     rows, wanted = summary_rows(results), columns(results)
     # what a method costs goes into a table of its own when the terminal is narrow
     parts = [wanted]
@@ -213,7 +216,7 @@ def print_summary(results: Results | Mapping[str, Any], console: Console | None 
             table.add_row(Text(row["label"]), *map(Text, texts))
         console.print(table)
     console.print(Text(f"{seeds_note(results)} ★ best mean of its column."))
-    console.print(Text(" ".join(verdict(results))))
+    console.print(Text(" ".join(rest)))
 
 
 def markdown_summary(results: Results | Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ def diagnose(
     inputs: Any = None,
     targets: Tensor | None = None,
     *,
+    validation: Any = None,
     num_data: int | None = None,
     likelihood: Likelihood | None = None,
     history: Any = None,
@@ -36,8 +37,11 @@ def diagnose(
 
     - ``inputs`` (a tensor, a tuple of arguments or a dict of named ones): draws that are all the same, outputs that
       are not finite.
-    - ``targets`` of these inputs and ``num_data``: a KL that outweighs the data.
-    - ``history`` (what ``sb.fit`` returned, or its rows), or ``annealing`` and ``step``: a KL still being annealed.
+    - ``targets`` of these inputs: noise that drowns the signal; with ``num_data`` a KL that outweighs the data.
+    - ``validation``, a pair (inputs, targets) or batches of them, not trained on: intervals that cover too much or too
+      little, probabilities that are too sure or not sure enough.
+    - ``history`` (what ``sb.fit`` returned, or its rows), or ``annealing`` and ``step``: a KL still being annealed, or
+      that never counted.
 
     The result has ``.findings``, ``.ok`` (neither errors nor warnings) and prints as text. Nothing is changed. Where
     numbers begin to look wrong stands in ``slimbayes.verbs.diagnosis.limits``, with the reasons.
@@ -60,7 +64,7 @@ def diagnose(
         ):  # fmt: skip
             found += check(model)
         looked += ["spreads", "components", "layers left alone", "norms"]
-    weight, of_history = behaviour.annealed(history, annealing, step)
+    weight, of_history = behaviour.annealed(model, history, annealing, step)
     found += of_history
     if history is not None or annealing is not None:
         looked.append("annealing")
@@ -68,9 +72,18 @@ def diagnose(
         draws = behaviour.outputs(model, inputs, samples, seed)
         new = list(behaviour.drawn(model, draws))
         looked.append("draws")
-        if targets is not None and num_data is not None and not any(f.severity == "error" for f in new):
-            new += behaviour.balance(model, draws, targets, num_data, weight, likelihood)
-            looked.append("KL against nll")
+        if targets is not None and not any(f.severity == "error" for f in new):
+            new += behaviour.drowned(model, inputs, draws, targets, likelihood)
+            looked.append("noise against signal")
+            if num_data is not None:
+                started = any(finding.kind == "sigma-at-start" for finding in found)
+                new += behaviour.balance(model, draws, targets, num_data, weight, likelihood, started)
+                looked.append("KL against nll")
         found += new
+    if validation is not None and not any(f.severity == "error" for f in found):
+        from slimbayes.verbs.diagnosis.calibration import believable  # and with it all metrics
+
+        found += believable(model, validation, samples, seed, likelihood)
+        looked.append("calibration")
     found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(tuple(found), tuple(looked))

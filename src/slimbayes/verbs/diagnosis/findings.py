@@ -11,6 +11,10 @@ _SHOWN = 4  # layers named in print for one kind of finding
 _WIDTH = 100
 
 
+class ModelWarning(UserWarning):
+    """A trained model may be worse than it could be: what ``sb.fit`` says at its end."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that looks wrong.

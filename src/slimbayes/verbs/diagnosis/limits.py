@@ -26,7 +26,19 @@ START_SPREAD = (
     0.17,
 )  # relative deviation of σ at the start, where it is random: 0.1 or so for every method
 START_COUNT = 64  # elements, below which mean and deviation say little
-KL_RATIO = 10.0  # KL per datum over nll per datum: ten times the data's say, and the prior decides
+KL_RATIO = 1.0  # KL per datum over nll per datum: more, and most of the loss is the prior's
+KL_FITTED = 0.1  # nats per datum: classes with a smaller nll are fitted, and no KL keeps much from them
+KL_DENSITY = (
+    1.0  # nats per datum that count as the nll of a density at least: it goes through 0 by a choice of units
+)
+DROWNED = (
+    0.3  # nats per datum that noise may cost: at more, targets lose a quarter of their probability to it
+)
+COVERAGE = (0.87, 0.93)  # of 90 % intervals, beside two standard errors of the estimate
+CALIBRATION = (
+    0.03  # of confidence beside accuracy, as of intervals, beyond what a calibrated model shows by chance
+)
+DRAWS = 16  # at which calibration is judged at least: fewer make any posterior look too sure
 SAME_DRAWS = 1e-6  # deviation over draws relative to the outputs: float32 rounding
 MIXING_TOP = 0.95  # probability of one patch: of 20 draws one has another
 LEFT_SHARE = 0.5  # of the parameters in layers that multiply by a weight: most of the network is no posterior

@@ -114,8 +114,8 @@ def _at_start(name: str, label: str, sigma: Tensor, method: Method | None) -> It
             f"{label} has its initial values still: mean {float(sigma.double().mean()):.3g}, start {start:.3g}",
             "A spread that does not move is a setting, not a posterior: training was too short for it, its learning "
             "rate too small, or the optimizer does not have it",
-            "Train longer or with a larger learning rate, give the optimizer sb.parameter_groups(model, ...) or all of "
-            "model.parameters(), or start σ nearer to where it goes",
+            "Train longer or with a larger learning rate, on sb.elbo(...).loss, which has the KL; give the optimizer "
+            "sb.parameter_groups(model, ...) or all of model.parameters(); or start σ nearer to where it goes",
             off, limits.START_MEAN,
         )  # fmt: skip
 

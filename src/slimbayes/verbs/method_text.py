@@ -21,7 +21,9 @@ def parse_method(text: str) -> Method:
     """The method that a text describes, as one would write it in Python.
 
     >>> parse_method("KTied(rank=3, prior=Normal(0, 0.2))")
-    KTied(rank=3, prior=Normal(loc=0, scale=0.2), stddev_init=0.01, estimator='shared', biases=True)
+    KTied(rank=3, prior=Normal(loc=0, scale=0.2), stddev_init=0.01, estimator='shared', biases=True, temperature=1.0)
+    >>> parse_method("KTied.paper(rank=3)").prior
+    Normal(loc=0.0, scale=0.3)
     >>> parse_method("Rank2")
     Traceback (most recent call last):
         ...
@@ -30,10 +32,19 @@ def parse_method(text: str) -> Method:
     if not isinstance(text, str):
         raise SpecError(f"a method is a text such as 'Rank1(components=4)', got {text!r}")
     name, arguments, options = named_call(text, "method")
+    name, _, variant = name.partition(".")
     if name not in METHODS:
         raise SpecError(unknown_name("method", name, METHODS))
+    make: Any = METHODS[name]
+    if variant:
+        make = getattr(make, "paper", None) if variant == "paper" else None
+        if make is None:
+            known = [f"{kind}.paper" for kind in METHODS if hasattr(METHODS[kind], "paper")]
+            raise SpecError(
+                f"there is no {name}.{variant}; after a dot stand the papers' values: {', '.join(known)}"
+            )
     try:
-        return METHODS[name](*arguments, **options)
+        return make(*arguments, **options)  # type: ignore[no-any-return]
     except (TypeError, ValueError, OverflowError, AttributeError) as error:  # prior=5 has no distribution
         raise SpecError(f"{_shorten(text)}: {shortened(error)}") from error
 
@@ -50,10 +61,11 @@ def named_call(text: str, what: str) -> tuple[str, list[Any], dict[str, Any]]:
         )
     try:
         node = ast.parse(text.strip(), mode="eval").body
-        if isinstance(node, ast.Name):
-            return node.id, [], {}
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            return node.func.id, [_value(argument) for argument in node.args], _options(node)
+        called = node.func if isinstance(node, ast.Call) else node
+        name = ast.unparse(called) if isinstance(called, ast.Name | ast.Attribute) else ""
+        if all(part.isidentifier() for part in name.split(".")):
+            call = node if isinstance(node, ast.Call) else ast.Call(called, [], [])
+            return name, [_value(argument) for argument in call.args], _options(call)
     except (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise SpecError(f"the {what} {_shorten(text)} cannot be read: {str(error)[:200]}") from error
     raise SpecError(

@@ -99,6 +99,7 @@ class Traits:
     (None: all). ``trains_base=False`` freezes all but the new parameters. With ``randomizes_weight`` the
     weight itself is random, so that layers tied to it must follow. ``shared_prior`` is the prior of the
     parameters that no rule converted. Where a method is not ``noisy``, samples of one component are copies.
+    ``temperature`` multiplies the KL of the layers in ``elbo``.
     """
 
     components: int = 1
@@ -107,6 +108,7 @@ class Traits:
     randomizes_weight: bool = False
     shared_prior: Prior | None = None
     noisy: bool = True
+    temperature: float = 1.0
 
 
 class Method(ABC):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slimbayes.core.conversion import find_record, unwrap
 from slimbayes.core.draws import draw
 from slimbayes.core.likelihoods import Categorical, Likelihood
-from slimbayes.core.objective import kl
+from slimbayes.core.objective import tempered_kl
 from slimbayes.core.predict import scored
 from slimbayes.core.probes import evaluating
 from slimbayes.verbs.diagnosis import limits
@@ -69,7 +69,7 @@ def balance(
     chosen = Categorical() if likelihood is None else likelihood
     with torch.no_grad():
         nll = float(chosen.mean_nll(draws, targets))
-        share = weight * float(kl(model)) / num_data
+        share = weight * float(tempered_kl(model)) / num_data
     ratio = share / max(abs(nll), 1e-12)
     if ratio > limits.KL_RATIO:
         yield Finding(

@@ -170,7 +170,10 @@ def test_bad_priors(family):
             ("HalfCauchy posterior", "Cauchy prior", "sb.HalfCauchy(loc, scale)"),
         ),
         (lambda: sb.MeanField(prior=sb.LogNormal()), ("Normal posterior", "LogNormal prior", "sb.Normal")),
-        (lambda: sb.KTied(prior=sb.Cauchy()), ("KTied needs a Normal, HeNormal or EmpiricalNormal", "Cauchy(loc=0.0")),
+        (
+            lambda: sb.KTied(prior=sb.Cauchy()),
+            ("KTied needs a Normal, HeNormal or EmpiricalNormal", "Cauchy(loc=0.0"),
+        ),
     ],
 )
 def test_priors_that_do_not_fit_the_posterior(make, parts):

@@ -122,7 +122,7 @@ def overhead(setting: Setting, components: int, spreads: int = 2) -> float:
     >>> [round(overhead(imagenet()[2], k), 2) for k in (1, 4, 10)], round(overhead(imagenet()[2], 10, 1), 2)
     ([0.41, 1.64, 4.12], 2.08)
     """
-    method = Rank1(components=components) if spreads == 2 else BatchEnsemble(components=components)
+    method = Rank1.paper(components=components) if spreads == 2 else BatchEnsemble(components=components)
     base = sum(p.numel() for p in network(setting).parameters())
     with torch.device("meta"):
         found = sum(p.numel() for p in bayesianize(network(setting), method).parameters())

@@ -40,11 +40,11 @@ def tensors_of(model):
 
 
 METHODS = {
-    "meanfield": sb.MeanField(prior=sb.EmpiricalNormal(), stddev_init=0.1),
-    "capped": sb.MeanField(prior=sb.EmpiricalNormal(), stddev_init=0.1, stddev_max=0.11),
-    "ktied-1": sb.KTied(rank=1, prior=sb.EmpiricalNormal(), stddev_init=0.1),
-    "ktied-2": sb.KTied(rank=2, prior=sb.EmpiricalNormal(0.3), stddev_init=0.1),
-    "rank1": sb.Rank1(components=3, prior=sb.EmpiricalNormal(1.0)),
+    "meanfield": sb.MeanField.paper(prior=sb.EmpiricalNormal(), stddev_init=0.1),
+    "capped": sb.MeanField.paper(prior=sb.EmpiricalNormal(), stddev_init=0.1, stddev_max=0.11),
+    "ktied-1": sb.KTied.paper(rank=1, prior=sb.EmpiricalNormal(), stddev_init=0.1),
+    "ktied-2": sb.KTied.paper(rank=2, prior=sb.EmpiricalNormal(0.3), stddev_init=0.1),
+    "rank1": sb.Rank1.paper(components=3, prior=sb.EmpiricalNormal(1.0)),
 }
 
 
@@ -84,7 +84,9 @@ def test_each_tensor_has_a_scale_of_its_own():
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_reductions_over_components(reduction):
     model = scatter(
-        sb.bayesianize(network(), sb.Rank1(3, prior=sb.EmpiricalNormal(1.0), kl_reduction=reduction)).double()
+        sb.bayesianize(
+            network(), sb.Rank1.paper(components=3, prior=sb.EmpiricalNormal(1.0), kl_reduction=reduction)
+        ).double()
     )
     expected = sum(by_definition(q, 1.0) for q in tensors_of(model)) / (3 if reduction == "mean" else 1)
     torch.testing.assert_close(sb.kl(model), expected, rtol=1e-10, atol=0.0)
@@ -165,8 +167,8 @@ def test_padding_rows_ties_and_several_methods():
             return self.head(self.last(self.table(x) + self.padded(x % 5)))
 
     empirical, plain = (
-        sb.MeanField(prior=sb.EmpiricalNormal(), stddev_init=0.2),
-        sb.MeanField(prior=sb.Normal(0.0, 0.7)),
+        sb.MeanField.paper(prior=sb.EmpiricalNormal(), stddev_init=0.2),
+        sb.MeanField.paper(prior=sb.Normal(0.0, 0.7)),
     )
     model = sb.bayesianize(Tied().double(), [("last", plain), (r"table|head|padded", empirical)])
     scatter(model)
@@ -202,10 +204,13 @@ def test_saved_and_read_as_text(name, tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: sb.MeanField(prior=sb.EmpiricalNormal(), tied_mean=True), "tied_mean needs"),
-        (lambda: sb.Rank1(posterior="cauchy", prior=sb.EmpiricalNormal(1.0)), "sb.Cauchy"),
-        (lambda: sb.Rank1(posterior="lognormal", prior=sb.EmpiricalNormal()), "LogNormal"),
-        (lambda: sb.Rank1(kl_reduction="monte_carlo", prior=sb.EmpiricalNormal(1.0)), "kl_reduction='sum'"),
+        (lambda: sb.MeanField.paper(prior=sb.EmpiricalNormal(), tied_mean=True), "tied_mean needs"),
+        (lambda: sb.Rank1.paper(posterior="cauchy", prior=sb.EmpiricalNormal(1.0)), "sb.Cauchy"),
+        (lambda: sb.Rank1.paper(posterior="lognormal", prior=sb.EmpiricalNormal()), "LogNormal"),
+        (
+            lambda: sb.Rank1.paper(kl_reduction="monte_carlo", prior=sb.EmpiricalNormal(1.0)),
+            "kl_reduction='sum'",
+        ),
         (lambda: sb.EmpiricalNormal(math.nan), "loc must be finite"),
     ],
 )
@@ -216,7 +221,7 @@ def test_refused_where_it_means_nothing(make, words):
 
 def test_compared_with_its_own_scale():
     model = sb.bayesianize(
-        nn.Linear(3, 2).double(), sb.MeanField(prior=sb.EmpiricalNormal(), stddev_init=0.1)
+        nn.Linear(3, 2).double(), sb.MeanField.paper(prior=sb.EmpiricalNormal(), stddev_init=0.1)
     )
     found = sb.analysis.compare_with_prior(model)
     assert found.kl == pytest.approx(sb.kl(model).item())

@@ -10,13 +10,13 @@ from torch import nn
 import slimbayes as sb
 
 HOT = {
-    "meanfield": sb.MeanField(temperature=0.1),
-    "ktied": sb.KTied(temperature=0.1),
-    "flipout": sb.KTied(temperature=0.1, estimator="flipout"),
-    "rank1": sb.Rank1(temperature=0.1),
-    "mean": sb.Rank1(temperature=0.1, kl_reduction="mean"),
-    "cauchy": sb.Rank1(temperature=0.1, posterior="cauchy"),
-    "empirical": sb.KTied(temperature=0.1, prior=sb.EmpiricalNormal()),
+    "meanfield": sb.MeanField.paper(temperature=0.1),
+    "ktied": sb.KTied.paper(temperature=0.1),
+    "flipout": sb.KTied.paper(temperature=0.1, estimator="flipout"),
+    "rank1": sb.Rank1.paper(temperature=0.1),
+    "mean": sb.Rank1.paper(temperature=0.1, kl_reduction="mean"),
+    "cauchy": sb.Rank1.paper(temperature=0.1, posterior="cauchy"),
+    "empirical": sb.KTied.paper(temperature=0.1, prior=sb.EmpiricalNormal()),
 }
 X, Y = torch.linspace(-1, 1, 15).view(5, 3), torch.tensor([0, 1, 0, 1, 1])
 
@@ -47,7 +47,7 @@ def test_elbo_is_tempered_and_kl_is_not(name, fast):
 @pytest.mark.parametrize("fast", [True, False])
 def test_each_layer_has_its_methods(fast):
     """Layers of one family and prior too, which are scored together where their temperatures are one."""
-    methods = [sb.KTied(temperature=t) for t in (0.1, 0.0, 3.0)]
+    methods = [sb.KTied.paper(temperature=t) for t in (0.1, 0.0, 3.0)]
     model = sb.bayesianize(network(), [("0", methods[0]), ("2", methods[1]), (None, methods[2])])
     by_layer = sb.analysis.compare_with_prior(model).by_layer()
     with sb.fast_paths(fast):
@@ -58,7 +58,7 @@ def test_each_layer_has_its_methods(fast):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_rank1_layers_of_two_temperatures(fast):
-    model = sb.bayesianize(network(), [("0", sb.Rank1(temperature=0.1)), (None, sb.Rank1())])
+    model = sb.bayesianize(network(), [("0", sb.Rank1.paper(temperature=0.1)), (None, sb.Rank1.paper())])
     by_layer = sb.analysis.compare_with_prior(model).by_layer()
     with sb.fast_paths(fast):
         found = objective(model).kl.item()
@@ -68,7 +68,9 @@ def test_rank1_layers_of_two_temperatures(fast):
 def test_tied_tensors_count_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     model[1].weight, model[1].bias = model[0].weight, model[0].bias
-    sb.bayesianize(model, [("2", sb.MeanField(temperature=3.0)), (None, sb.MeanField(temperature=0.1))])
+    sb.bayesianize(
+        model, [("2", sb.MeanField.paper(temperature=3.0)), (None, sb.MeanField.paper(temperature=0.1))]
+    )
     found = sb.elbo(sb.draw(model, torch.ones(2, 4)), torch.zeros(2).long(), model, 10)
     by_layer = sb.analysis.compare_with_prior(model).by_layer()
     assert found.kl.item() == pytest.approx(0.1 * by_layer["0"] + 3.0 * by_layer["2"], rel=1e-5)
@@ -76,7 +78,7 @@ def test_tied_tensors_count_once():
 
 
 def test_none_at_temperature_0():
-    model = sb.bayesianize(network(), sb.MeanField(temperature=0.0))
+    model = sb.bayesianize(network(), sb.MeanField.paper(temperature=0.0))
     found = objective(model)
     assert float(found.kl) == 0.0 and torch.equal(found.loss, found.nll) and sb.kl(model).item() > 1.0
     found.loss.backward()
@@ -84,7 +86,10 @@ def test_none_at_temperature_0():
 
 
 def test_a_prior_on_all_other_parameters_is_at_1():
-    methods = [("0", sb.MeanField(temperature=0.1)), ("3", sb.EMP(patch="output", prior_precision=2.0))]
+    methods = [
+        ("0", sb.MeanField.paper(temperature=0.1)),
+        ("3", sb.EMP.paper(patch="output", prior_precision=2.0)),
+    ]
     model = sb.bayesianize(network(), methods)
     first = sb.analysis.compare_with_prior(model).by_layer()["0"]
     assert objective(model).kl.item() == pytest.approx(sb.kl(model).item() - 0.9 * first, rel=1e-5)
@@ -98,7 +103,9 @@ def test_what_is_no_temperature(kind, value):
 
 
 def test_layers_with_several_kernels():
-    model = sb.bayesianize(nn.Sequential(nn.LSTM(3, 4, batch_first=True)), sb.MeanField(temperature=0.1))
+    model = sb.bayesianize(
+        nn.Sequential(nn.LSTM(3, 4, batch_first=True)), sb.MeanField.paper(temperature=0.1)
+    )
     outputs = sb.draw(model, torch.randn(5, 2, 3))[0][:, :, -1]
     found = sb.elbo(outputs, torch.zeros(5).long(), model, 50)
     torch.testing.assert_close(found.kl, 0.1 * sb.kl(model), rtol=1e-5, atol=0)
@@ -118,10 +125,10 @@ def test_compressed_as_it_was():
     model = sb.bayesianize(network(), HOT["meanfield"])
     tied = sb.compress(model, rank=2)
     torch.testing.assert_close(objective(tied).kl, 0.1 * sb.kl(tied), rtol=1e-5, atol=0)
-    assert tied._slimbayes.methods == (sb.KTied(2, sb.Normal(0.0, 1.0), temperature=0.1),)
+    assert tied._slimbayes.methods == (sb.KTied.paper(rank=2, prior=sb.Normal(0.0, 1.0), temperature=0.1),)
 
 
-@pytest.mark.parametrize("methods", [HOT["ktied"], [("0", HOT["meanfield"]), (None, sb.MeanField())]])
+@pytest.mark.parametrize("methods", [HOT["ktied"], [("0", HOT["meanfield"]), (None, sb.MeanField.paper())]])
 def test_compiled(methods):
     model = sb.bayesianize(network(), methods)
 
@@ -185,6 +192,8 @@ def test_the_papers_values(kind, monkeypatch):
 
 
 def test_overrides_of_the_papers_values():
-    assert sb.KTied.paper(rank=3, temperature=0.2) == sb.KTied(3, sb.Normal(0.0, 0.3), temperature=0.2)
+    assert sb.KTied.paper(rank=3, temperature=0.2) == sb.KTied(
+        3, sb.Normal(0.0, 0.3), 0.01, "shared", True, 0.2
+    )
     with pytest.raises(TypeError, match="tepmerature"):
         sb.KTied.paper(tepmerature=0.1)

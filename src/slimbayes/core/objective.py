@@ -101,15 +101,18 @@ def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any], t
 
 def _by_temperature(pairs: Pairs) -> list[tuple[float, Pairs]]:
     """The layers of each temperature, in the order in which it is met first; none of temperature 0."""
-    found: list[tuple[float, Pairs]] = []
-    for pair in pairs:
-        temperature = pair[0].kl_temperature
-        known = [group for other, group in found if other == temperature]
-        if known:
-            known[0].append(pair)
-        else:
-            found.append((temperature, [pair]))
-    return [(temperature, group) for temperature, group in found if temperature != 0.0]
+    temperatures = [rule.kl_temperature for rule, _ in pairs]
+    different: list[float] = []
+    for temperature in temperatures:
+        if temperature not in different:
+            different.append(temperature)
+    if len(different) == 1 and different[0] != 0.0:
+        return [(different[0], pairs)]
+    return [
+        (own, [pair for pair, temperature in zip(pairs, temperatures, strict=True) if temperature == own])
+        for own in different
+        if own != 0.0
+    ]
 
 
 def _of_group(byproducts: list[Any], group: Pairs) -> list[Any]:

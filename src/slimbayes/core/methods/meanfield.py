@@ -69,7 +69,9 @@ class MeanField(Method):
         if self.stddev_max is not None and self.stddev_max < self.stddev_init:
             raise ValueError(f"stddev_max={self.stddev_max} is below stddev_init={self.stddev_init}")
         if self.tied_mean and not isinstance(self.prior, priors.Normal | priors.HeNormal):
-            raise ValueError(f"tied_mean needs a Normal or HeNormal prior, got {self.prior!r}")
+            raise ValueError(
+                f"tied_mean needs a Normal or HeNormal prior, got {self.prior!r}: give prior=sb.Normal(0.0, 1.0)"
+            )
         check_pair(d.Normal, type(self.prior.distribution(torch.ones(1))))
 
     @classmethod

@@ -18,16 +18,16 @@ from slimbayes.training import hold_out
 from slimbayes.verbs.method_text import parse_method
 
 WEIGHTS = (1.0, 0.3, 0.1, 0.03, 0.01)
-SIGNS = "Rank1(components=4, random_sign_init=0.5, prior=Normal(0.0, 1.0))"
+SIGNS = "Rank1.paper(components=4, random_sign_init=0.5, prior=Normal(0.0, 1.0))"
 CANDIDATES: list[tuple[str, dict[str, float]]] = [
     ("Deterministic()", {}),
-    ("Rank1(components=4)", {}),
+    ("Rank1.paper(components=4)", {}),
     *[(SIGNS, {"kl_weight": weight}) for weight in WEIGHTS],
     ("BatchEnsemble(components=4)", {}),
     ("BatchEnsemble(components=4, random_sign_init=0.5)", {}),
-    *[("KTied(rank=2)", {"kl_weight": weight}) for weight in WEIGHTS],
+    *[("KTied.paper(rank=2)", {"kl_weight": weight}) for weight in WEIGHTS],
     *[(f"MCDropout(rate={rate})", {}) for rate in (0.05, 0.1, 0.2)],
-    ("EMP(components=5)", {}),
+    ("EMP.paper(components=5)", {}),
 ]
 
 

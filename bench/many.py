@@ -30,8 +30,8 @@ from slimbayes.verbs.provenance import commit, now
 
 METHODS = {
     "deterministic": (sb.Deterministic(), "batch"),
-    "EMP": (sb.EMP(components=5, patch=("norm",)), "batch"),
-    "ECMP": (sb.ECMP(components=5, patch=("norm",)), "batch"),
+    "EMP": (sb.EMP.paper(components=5, patch=("norm",)), "batch"),
+    "ECMP": (sb.ECMP.paper(components=5, patch=("norm",)), "batch"),
     "dropout": (sb.MCDropout(rate=0.005), "none"),
     "ensemble": (sb.DeepEnsemble(members=5), "none"),
 }

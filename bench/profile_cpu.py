@@ -42,10 +42,10 @@ from slimbayes.verbs.provenance import commit, now
 METHODS = {
     "deterministic": (None, "example"),
     "batchensemble": (sb.BatchEnsemble(), "example"),
-    "rank1-shared": (sb.Rank1(), "shared"),
-    "rank1": (sb.Rank1(), "example"),
-    "meanfield": (sb.MeanField(), "example"),
-    "ktied": (sb.KTied(), "example"),
+    "rank1-shared": (sb.Rank1.paper(), "shared"),
+    "rank1": (sb.Rank1.paper(), "example"),
+    "meanfield": (sb.MeanField.paper(), "example"),
+    "ktied": (sb.KTied.paper(), "example"),
 }
 WIDTHS, ROWS, COMPONENTS = (784, 400, 400, 10), 1024, 4
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "conv2d", "mkldnn", "slow_conv", "linear")

@@ -25,10 +25,10 @@ def methods() -> dict[str, Any]:
     """Those compared; a prior N(0, 1) of the weights is in the KL, or else in the penalty."""
     prior = sb.Normal(0.0, 1.0)
     return {
-        "MeanField": sb.MeanField(prior=prior, stddev_init=0.3),
-        "KTied(rank=1)": sb.KTied(rank=1, prior=prior, stddev_init=0.3),
-        "Rank1(K=4)": sb.Rank1(components=4),
-        "Rank1(K=4), KL averaged": sb.Rank1(components=4, kl_reduction="mean"),
+        "MeanField": sb.MeanField.paper(prior=prior, stddev_init=0.3),
+        "KTied(rank=1)": sb.KTied.paper(rank=1, prior=prior, stddev_init=0.3),
+        "Rank1(K=4)": sb.Rank1.paper(components=4),
+        "Rank1(K=4), KL averaged": sb.Rank1.paper(components=4, kl_reduction="mean"),
         "MCDropout(0.1)": sb.MCDropout(rate=0.1),
         "DropConnect(0.1)": sb.DropConnect(rate=0.1),
         "DeepEnsemble(4)": sb.DeepEnsemble(members=4),

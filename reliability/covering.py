@@ -40,7 +40,7 @@ class World:
     """What the data come from, and what the model takes them to come from; both agree unless said otherwise."""
 
     name: str
-    method: Any = sb.MeanField(stddev_init=0.3, estimator="local")
+    method: Any = sb.MeanField.paper(stddev_init=0.3, estimator="local")
     loc: float = 0.0  # of the truth's coefficients
     start: float = 0.0  # of the model's weights
     bias: bool = True
@@ -54,17 +54,19 @@ class World:
 
 
 def _prior(scale: float) -> sb.MeanField:
-    return sb.MeanField(prior=sb.Normal(0.0, scale), stddev_init=0.3, estimator="local")
+    return sb.MeanField.paper(prior=sb.Normal(0.0, scale), stddev_init=0.3, estimator="local")
 
 
-_FACTORS = sb.Rank1(
+_FACTORS = sb.Rank1.paper(
     components=4, factors="input", prior=sb.Normal(1.0, 1.0), dropout_rate=0.1, train_base=False, kl_reduction="mean"
 )  # fmt: skip
 _RANK1: dict[str, Any] = {"loc": 1.0, "start": 1.0, "bias": False, "samples": SAMPLES // 4}
 
 RIGHT = (  # the truth is in the family
     World("MeanField"),
-    World("KTied, rank 1", sb.KTied(rank=1, prior=sb.Normal(0.0, 1.0), stddev_init=0.3, estimator="local")),
+    World(
+        "KTied, rank 1", sb.KTied.paper(rank=1, prior=sb.Normal(0.0, 1.0), stddev_init=0.3, estimator="local")
+    ),
     World("Rank1, four components, KL averaged", _FACTORS, **_RANK1),
 )
 LEARNED = World("noise learned", learn_noise=True)

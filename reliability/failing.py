@@ -25,13 +25,17 @@ def gap_methods() -> dict[str, Any]:
         first = kind(prior=sb.Normal(0.0, 1.0), stddev_init=0.05, estimator="local", **options)
         return [("0", first), ("2", kind(prior=_HEAD, stddev_init=0.05, estimator="local", **options))]
 
-    return {"MeanField": layers(sb.MeanField), "KTied(rank=2)": layers(sb.KTied, rank=2), **_others()}
+    return {
+        "MeanField": layers(sb.MeanField.paper),
+        "KTied(rank=2)": layers(sb.KTied.paper, rank=2),
+        **_others(),
+    }
 
 
 def _others() -> dict[str, Any]:
     return {
-        "Rank1(K=4)": sb.Rank1(components=4),
-        "Rank1(K=4), KL averaged": sb.Rank1(components=4, kl_reduction="mean"),
+        "Rank1(K=4)": sb.Rank1.paper(components=4),
+        "Rank1(K=4), KL averaged": sb.Rank1.paper(components=4, kl_reduction="mean"),
         "BatchEnsemble(K=4)": sb.BatchEnsemble(components=4),
         "MCDropout(0.1)": sb.MCDropout(rate=0.1),
         "DropConnect(0.1)": sb.DropConnect(rate=0.1),
@@ -146,8 +150,8 @@ def classifiers(steps: int = 800, seeds: int = 3) -> dict[str, list[nn.Module]]:
     """Networks of every method, trained on 200 points of two moons."""
     sampled: dict[str, Any] = {"prior": sb.HeNormal(), "stddev_init": 0.05, "estimator": "local"}
     methods = {
-        "MeanField": sb.MeanField(**sampled),
-        "KTied(rank=2)": sb.KTied(rank=2, **sampled),
+        "MeanField": sb.MeanField.paper(**sampled),
+        "KTied(rank=2)": sb.KTied.paper(rank=2, **sampled),
         **_others(),
         "Deterministic": sb.Deterministic(),
     }

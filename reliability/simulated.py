@@ -49,7 +49,7 @@ class Family:
 
 def _factors(components: int, reduction: str = "mean") -> sb.Rank1:
     """Factors s of y = Σ x_i s_i, the weights being ones that do not train."""
-    return sb.Rank1(
+    return sb.Rank1.paper(
         components=components, factors="input", prior=sb.Normal(1.0, 1.0), dropout_rate=0.1, train_base=False,
         kl_reduction=reduction,
     )  # fmt: skip
@@ -59,18 +59,18 @@ _RANK1: dict[str, Any] = {"loc": 1.0, "bias": False, "start": 1.0}
 _MEAN_FIELD: dict[str, Any] = {"prior": sb.Normal(0.0, 1.0), "stddev_init": 0.3}
 
 CONTAINED = (
-    Family("MeanField, shared", sb.MeanField(**_MEAN_FIELD)),
-    Family("MeanField, flipout", sb.MeanField(**_MEAN_FIELD, estimator="flipout")),
-    Family("MeanField, local", sb.MeanField(**_MEAN_FIELD, estimator="local")),
-    Family("KTied, rank 2, two outputs", sb.KTied(rank=2, **_MEAN_FIELD, estimator="local"), outputs=2),
+    Family("MeanField, shared", sb.MeanField.paper(**_MEAN_FIELD)),
+    Family("MeanField, flipout", sb.MeanField.paper(**_MEAN_FIELD, estimator="flipout")),
+    Family("MeanField, local", sb.MeanField.paper(**_MEAN_FIELD, estimator="local")),
+    Family("KTied, rank 2, two outputs", sb.KTied.paper(rank=2, **_MEAN_FIELD, estimator="local"), outputs=2),
     Family("Rank1, one component", _factors(1), **_RANK1),
     Family("Rank1, four components, KL averaged", _factors(4), **_RANK1),
 )
 BROKEN = (
-    Family("MeanField, KL times 4", sb.MeanField(**_MEAN_FIELD, estimator="local"), kl_weight=4.0),
+    Family("MeanField, KL times 4", sb.MeanField.paper(**_MEAN_FIELD, estimator="local"), kl_weight=4.0),
     Family(
         "MeanField, prior half as wide as the truth's",
-        sb.MeanField(prior=sb.Normal(0.0, 0.5), stddev_init=0.3, estimator="local"),
+        sb.MeanField.paper(prior=sb.Normal(0.0, 0.5), stddev_init=0.3, estimator="local"),
     ),
     Family("Rank1, four components, KL summed (the default)", _factors(4, "sum"), **_RANK1),
 )

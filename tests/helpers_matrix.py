@@ -136,16 +136,16 @@ def _cases():
 
 CASES = _cases()
 METHODS = {
-    "Rank1": sb.Rank1(components=3),
+    "Rank1": sb.Rank1.paper(components=3),
     "BatchEnsemble": sb.BatchEnsemble(components=3),
-    "MeanField shared": sb.MeanField(),
-    "MeanField flipout": sb.MeanField(estimator="flipout"),
-    "MeanField local": sb.MeanField(estimator="local"),
-    "KTied shared": sb.KTied(),
-    "KTied flipout": sb.KTied(estimator="flipout"),
-    "KTied local": sb.KTied(estimator="local"),
-    "EMP": sb.EMP(components=4),  # a power of two: the mean of equal components is then exact
-    "ECMP": sb.ECMP(components=4),
+    "MeanField shared": sb.MeanField.paper(),
+    "MeanField flipout": sb.MeanField.paper(estimator="flipout"),
+    "MeanField local": sb.MeanField.paper(estimator="local"),
+    "KTied shared": sb.KTied.paper(),
+    "KTied flipout": sb.KTied.paper(estimator="flipout"),
+    "KTied local": sb.KTied.paper(estimator="local"),
+    "EMP": sb.EMP.paper(components=4),  # a power of two: the mean of equal components is then exact
+    "ECMP": sb.ECMP.paper(components=4),
     "MCDropout": sb.MCDropout(rate=0.3),
     "DropConnect": sb.DropConnect(rate=0.3),
     "DeepEnsemble": sb.DeepEnsemble(members=2, reinitialize=False),
@@ -153,8 +153,9 @@ METHODS = {
 }
 # Options by which a rule goes other ways: on a few layer types.
 VARIANTS = {
-    "Rank1 input": sb.Rank1(components=3, random="input"),
-    "Rank1 output": sb.Rank1(components=3, random="output"),
+    "Rank1 input": sb.Rank1.paper(components=3, random="input"),
+    "Rank1 output": sb.Rank1.paper(components=3, random="output"),
+    "KTied empirical": sb.KTied.paper(prior=sb.EmpiricalNormal(), temperature=0.1),
 }
 
 

@@ -51,21 +51,23 @@ INPUTS = {
     "words": torch.arange(20).reshape(5, 4) * 3 % 7,
     "rows": values(5, 3),
 }
-# Every method, and the options that change which tensors a file holds.
+# Every method, and the options that change which tensors a file holds; with the papers' values, which were the defaults
+# when the first of these files were written.
 METHODS = {
-    "rank1": sb.Rank1(components=2),
-    "rank1-cauchy": sb.Rank1(components=2, posterior="cauchy", prior=sb.Cauchy(1.0, 0.01)),
-    "rank1-lognormal": sb.Rank1(components=2, posterior="lognormal"),
-    "rank1-halfcauchy": sb.Rank1(components=2, posterior="halfcauchy", factors="input"),
-    "rank1-random-input": sb.Rank1(components=2, random="input"),
+    "rank1": sb.Rank1.paper(components=2),
+    "rank1-cauchy": sb.Rank1.paper(components=2, posterior="cauchy", prior=sb.Cauchy(1.0, 0.01)),
+    "rank1-lognormal": sb.Rank1.paper(components=2, posterior="lognormal"),
+    "rank1-halfcauchy": sb.Rank1.paper(components=2, posterior="halfcauchy", factors="input"),
+    "rank1-random-input": sb.Rank1.paper(components=2, random="input"),
     "batch-ensemble": sb.BatchEnsemble(components=2),
-    "mean-field": sb.MeanField(prior=sb.HeNormal()),
-    "mean-field-tied": sb.MeanField(estimator="flipout", tied_mean=True, biases=False),
-    "ktied": sb.KTied(rank=2),
-    "ktied-local": sb.KTied(rank=1, estimator="local"),
-    "emp": sb.EMP(components=3),
-    "emp-learned": sb.EMP(components=3, learn_mixing=True, prior_precision=0.5),
-    "ecmp": sb.ECMP(components=3),
+    "mean-field": sb.MeanField.paper(prior=sb.HeNormal()),
+    "mean-field-tied": sb.MeanField.paper(estimator="flipout", tied_mean=True, biases=False),
+    "ktied": sb.KTied.paper(rank=2),
+    "ktied-local": sb.KTied.paper(rank=1, estimator="local"),
+    "ktied-tempered": sb.KTied.paper(rank=1, prior=sb.EmpiricalNormal(), temperature=0.1),
+    "emp": sb.EMP.paper(components=3),
+    "emp-learned": sb.EMP.paper(components=3, learn_mixing=True, prior_precision=0.5),
+    "ecmp": sb.ECMP.paper(components=3),
     "mc-dropout": sb.MCDropout(rate=0.3),
     "drop-connect": sb.DropConnect(rate=0.3),
     "deep-ensemble": sb.DeepEnsemble(members=2),
@@ -111,7 +113,7 @@ def table() -> tuple[Tensor, Tensor]:
 def trained(folder: object, callback: object = None) -> dict[str, Tensor]:
     """A run of ``fit`` in a folder, stopped by the callback or taken up from there; its weights."""
     torch.manual_seed(0)
-    model = filled(sb.bayesianize(rows(), sb.Rank1(components=2)))
+    model = filled(sb.bayesianize(rows(), sb.Rank1.paper(components=2)))
     sb.fit(model, table(), folder=folder, resume=True, callback=callback, **TRAINING)
     return model.state_dict()
 
@@ -119,7 +121,7 @@ def trained(folder: object, callback: object = None) -> dict[str, Tensor]:
 def trained_many(folder: object, callback: object = None) -> dict[str, Tensor]:
     """The same for ``fit_many``."""
     torch.manual_seed(0)
-    models = [filled(sb.bayesianize(nn.Linear(3, 1), sb.KTied(rank=1))) for _ in range(2)]
+    models = [filled(sb.bayesianize(nn.Linear(3, 1), sb.KTied.paper(rank=1))) for _ in range(2)]
     x, y = table()
     sb.fit_many(models, (x, y[:, None].float()), folder=folder, callback=callback, **MANY)
     return {

@@ -85,7 +85,7 @@ def test_bayesianize_leaves_frozen_what_was_frozen(method):
     assert all(parameter.requires_grad for parameter in model[0].bayes.parameters())
 
 
-@pytest.mark.parametrize("method", [sb.MeanField(), sb.MeanField(tied_mean=True), sb.KTied()])
+@pytest.mark.parametrize("method", [sb.MeanField(), sb.MeanField.paper(tied_mean=True), sb.KTied()])
 def test_means_start_at_the_pretrained_weights(method):
     """And with tied_mean the KL does not draw them away: its gradient for the means is zero."""
     base = pretrained(residual_net).state_dict()

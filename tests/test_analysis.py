@@ -33,7 +33,9 @@ def give_stddev(layer, sigma):
 def mean_field(build, method=None, rank=None, **options):
     """A model whose weights have σ of a given nonnegative rank."""
     torch.manual_seed(0)
-    model = sb.bayesianize(build(), sb.MeanField(stddev_init=0.05) if method is None else method, **options)
+    model = sb.bayesianize(
+        build(), sb.MeanField.paper(stddev_init=0.05) if method is None else method, **options
+    )
     for seed, layer in enumerate(m for m in model.modules() if hasattr(m, "bayes")):
         if rank is not None and layer.weight.dim() > 1:
             give_stddev(layer, planted(len(layer.weight), layer.weight[0].numel(), rank, seed))
@@ -74,7 +76,7 @@ def assert_same(before, model):
 
 
 @pytest.mark.parametrize(
-    "method", [sb.MeanField(stddev_max=0.0102), sb.KTied(rank=2)], ids=["capped", "k-tied"]
+    "method", [sb.MeanField.paper(stddev_max=0.0102), sb.KTied.paper(rank=2)], ids=["capped", "k-tied"]
 )
 def test_matrices_are_inputs_by_outputs(method):
     class Many(nn.Module):
@@ -142,7 +144,7 @@ def test_spectrum_takes_means_and_stddevs_of_the_selected_layers():
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_truncation_is_the_clipped_svd(rank):
-    model = mean_field(lambda: convnet().double(), sb.MeanField(stddev_init=0.05, estimator="flipout"))
+    model = mean_field(lambda: convnet().double(), sb.MeanField.paper(stddev_init=0.05, estimator="flipout"))
     with torch.no_grad():  # heavy tails, so that a truncation goes below zero
         for layer in (model[0], model[4]):
             give_stddev(layer, (2 * torch.randn(layer.weight.shape, dtype=D) - 3).exp())
@@ -175,7 +177,7 @@ def test_rank_one_of_a_positive_matrix_is_positive():
 
 
 def test_truncation_at_the_edges():
-    model = mean_field(dense, sb.MeanField(stddev_init=0.05, stddev_max=0.055))
+    model = mean_field(dense, sb.MeanField.paper(stddev_init=0.05, stddev_max=0.055))
     assert_same(snapshot(model), sb.analysis.truncate(model, 12))
     one = sb.analysis.truncate(model, 1, include=nn.Linear, exclude=["0", "2"])
     changed = [
@@ -256,7 +258,9 @@ def test_factors_of_many_powers_of_ten():
 @pytest.mark.parametrize("estimator", ["shared", "flipout", "local"])
 @pytest.mark.parametrize("build", [dense, convnet])
 def test_a_compressed_model_of_the_true_rank_gives_the_same_draws(build, estimator):
-    model = mean_field(build, sb.MeanField(sb.Normal(0.0, 0.3), estimator=estimator), rank=2).eval()
+    model = mean_field(
+        build, sb.MeanField.paper(prior=sb.Normal(0.0, 0.3), estimator=estimator), rank=2
+    ).eval()
     before = snapshot(model)
     small = sb.compress(model, 2)
     assert_same(before, model)
@@ -271,9 +275,13 @@ def test_a_compressed_model_of_the_true_rank_gives_the_same_draws(build, estimat
 
 
 def test_a_compressed_model_is_what_ktied_makes(tmp_path):
-    model = mean_field(convnet, sb.MeanField(sb.HeNormal(), 0.05, "flipout"))
+    model = mean_field(
+        convnet, sb.MeanField.paper(prior=sb.HeNormal(), stddev_init=0.05, estimator="flipout")
+    )
     small = sb.compress(model, 3)
-    straight = sb.bayesianize(convnet(), sb.KTied(3, sb.HeNormal(), 0.05, "flipout"))
+    straight = sb.bayesianize(
+        convnet(), sb.KTied.paper(rank=3, prior=sb.HeNormal(), stddev_init=0.05, estimator="flipout")
+    )
     assert str(sb.summary(small)) == str(sb.summary(straight))
     shapes = [{name: value.shape for name, value in m.state_dict().items()} for m in (small, straight)]
     assert shapes[0] == shapes[1]
@@ -323,7 +331,7 @@ def test_counts_are_the_papers(rank):
         (models.MLP, None, (481_614, 484_008, 486_402)),
         (models.LeNet, nn.Linear, (2_262_188, 2_267_408, 2_272_628)),
     ):
-        model = sb.bayesianize(build(), sb.MeanField())
+        model = sb.bayesianize(build(), sb.MeanField.paper())
         for layer in (m for m in model.modules() if isinstance(m, nn.Linear)):
             nn.init.constant_(layer.bayes.weight.rho, -4.0)  # of rank 1: found at once
         small = sb.compress(model, rank, include=include)
@@ -331,7 +339,11 @@ def test_counts_are_the_papers(rank):
 
 
 def test_mixed_rules_and_selections(tmp_path):
-    rules = [("^0$", sb.MeanField(sb.Normal(0.0, 0.2))), ("^1$", sb.MeanField()), (nn.Linear, sb.MeanField())]
+    rules = [
+        ("^0$", sb.MeanField.paper(prior=sb.Normal(0.0, 0.2))),
+        ("^1$", sb.MeanField.paper()),
+        (nn.Linear, sb.MeanField.paper()),
+    ]
     model = mean_field(convnet, rules)
     small = sb.compress(model, 2, include=nn.Linear, exclude="^6$")
     small = sb.compress(small, 1, include=lambda name, layer: isinstance(layer, nn.Conv2d))
@@ -352,7 +364,7 @@ def test_mixed_rules_and_selections(tmp_path):
 
 
 def test_tied_weights_are_changed_once(tmp_path):
-    model = sb.bayesianize(Tied(), sb.MeanField(), include=["table", "inner"])
+    model = sb.bayesianize(Tied(), sb.MeanField.paper(), include=["table", "inner"])
     give_stddev(model.table, planted(11, 5, 2))
     for include in (None, "table", "head"):
         small = sb.compress(model, 2, include=include)
@@ -374,7 +386,7 @@ def test_tied_weights_are_changed_once(tmp_path):
 
 
 def test_caps_are_dropped_with_a_word(recwarn, tmp_path):
-    model = mean_field(dense, sb.MeanField(stddev_init=0.05, stddev_max=0.06), rank=2)
+    model = mean_field(dense, sb.MeanField.paper(stddev_init=0.05, stddev_max=0.06), rank=2)
     with torch.no_grad():
         model[0].bayes.bias.rho.fill_(1.0)  # far over the cap
     give_stddev(model[0], torch.full((12, 9), 0.5))
@@ -400,13 +412,13 @@ def test_caps_are_dropped_with_a_word(recwarn, tmp_path):
 
 def test_what_cannot_be_compressed_says_why():
     for method, what in (
-        (sb.MeanField(tied_mean=True), "layer '0' has tied_mean=True"),
-        (sb.MeanField(prior=sb.Cauchy(0.0, 1.0)), "layer '0' has prior=Cauchy"),
+        (sb.MeanField.paper(tied_mean=True), "layer '0' has tied_mean=True"),
+        (sb.MeanField.paper(prior=sb.Cauchy(0.0, 1.0)), "layer '0' has prior=Cauchy"),
     ):
         model = mean_field(dense, method)
         with pytest.raises(ValueError, match=what + ".*exclude='0'"):
             sb.compress(model, 1)
-    for method in (sb.Rank1(), sb.KTied(), sb.DropConnect()):
+    for method in (sb.Rank1.paper(), sb.KTied.paper(), sb.DropConnect()):
         model = sb.bayesianize(dense(), method)
         with pytest.raises(ValueError, match=r"no weight matrix with the Normal posterior of sb.MeanField;"):
             sb.compress(model, 1)

@@ -126,7 +126,7 @@ def test_options_that_contradict_each_other():
     with says("components_per_step must be an integer of at least 1, got 0"):
         sb.Rank1(components_per_step=0)
     with says("stddev_max=0.001 is below stddev_init=0.01"):
-        sb.MeanField(stddev_max=0.001)
+        sb.MeanField.paper(stddev_max=0.001)
     with says("tied_mean needs a Normal or HeNormal prior, got Cauchy(loc=0.0, scale=1.0)"):
         sb.MeanField(tied_mean=True, prior=sb.Cauchy())
     with says("patch is empty", 'patch=("norm", "output")'):
@@ -170,7 +170,10 @@ def test_bad_priors(family):
             ("HalfCauchy posterior", "Cauchy prior", "sb.HalfCauchy(loc, scale)"),
         ),
         (lambda: sb.MeanField(prior=sb.LogNormal()), ("Normal posterior", "LogNormal prior", "sb.Normal")),
-        (lambda: sb.KTied(prior=sb.Cauchy()), ("KTied needs a Normal or HeNormal prior", "Cauchy(loc=0.0")),
+        (
+            lambda: sb.KTied(prior=sb.Cauchy()),
+            ("KTied needs a Normal, HeNormal or EmpiricalNormal", "Cauchy(loc=0.0"),
+        ),
     ],
 )
 def test_priors_that_do_not_fit_the_posterior(make, parts):

@@ -126,11 +126,11 @@ def orthogonal_noise(monkeypatch):
 
 
 METHODS = {
-    "shared": lambda: sb.MeanField(PRIOR),
-    "flipout": lambda: sb.MeanField(PRIOR, estimator="flipout"),
-    "local": lambda: sb.MeanField(PRIOR, estimator="local"),
-    "KTied shared": lambda: sb.KTied(2, PRIOR),
-    "KTied local": lambda: sb.KTied(2, PRIOR, estimator="local"),
+    "shared": lambda: sb.MeanField.paper(prior=PRIOR),
+    "flipout": lambda: sb.MeanField.paper(prior=PRIOR, estimator="flipout"),
+    "local": lambda: sb.MeanField.paper(prior=PRIOR, estimator="local"),
+    "KTied shared": lambda: sb.KTied.paper(rank=2, prior=PRIOR),
+    "KTied local": lambda: sb.KTied.paper(rank=2, prior=PRIOR, estimator="local"),
 }
 
 
@@ -179,7 +179,7 @@ def test_exact_objective_reaches_the_closed_form(monkeypatch, name):
 def test_rank_one_cannot_hold_this_optimum(monkeypatch):
     """What makes the full rank's success worth a test."""
     net, x, y, problem = regression()
-    model = sb.bayesianize(net, sb.KTied(1, PRIOR), include="^0$")
+    model = sb.bayesianize(net, sb.KTied.paper(rank=1, prior=PRIOR), include="^0$")
     orthogonal_noise(monkeypatch)
     likelihood = sb.Gaussian(PRECISION)
     minimise(model, lambda: sb.elbo(sb.draw(model, x, samples=16), y, model, len(x), likelihood).loss)
@@ -224,7 +224,7 @@ def test_training_converges_to_the_closed_form(name, samples):
 def test_batches_add_up_to_the_whole(monkeypatch):
     """The mean loss over equal batches is the full-batch loss: the KL is divided by num_data alone."""
     net, x, y, _ = regression()
-    model = scatter(sb.bayesianize(net, sb.MeanField(PRIOR), include="^0$"))
+    model = scatter(sb.bayesianize(net, sb.MeanField.paper(prior=PRIOR), include="^0$"))
     orthogonal_noise(monkeypatch)
     likelihood = sb.Gaussian(PRECISION)
 
@@ -247,7 +247,7 @@ def test_rank1_factors_reach_the_closed_form(monkeypatch, noise):
 
     y = run(1.0 + 0.2 * torch.randn(4, dtype=F64)) + 0.05 * torch.randn(25, 2, dtype=F64)
     problem = Problem(*linear_map(run, [(4,)]), y, 400.0, 1.0, 0.1, 25)
-    model = sb.bayesianize(layer, sb.Rank1(components=1, factors="input", train_base=False))
+    model = sb.bayesianize(layer, sb.Rank1.paper(components=1, factors="input", train_base=False))
     orthogonal_noise(monkeypatch)
     likelihood = sb.Gaussian(precision=400.0)
     minimise(
@@ -268,7 +268,7 @@ def test_rank1_factors_reach_the_closed_form(monkeypatch, noise):
 def test_predictive_of_the_linear_gaussian_model(noise, seed):
     """Mean J μ + c, epistemic variance diag(J σ² Jᵀ), aleatoric variance 1/τ."""
     net, x, _, problem = regression(rows=4)
-    model = scatter(sb.bayesianize(net, sb.MeanField(PRIOR, estimator="local"), include="^0$"))
+    model = scatter(sb.bayesianize(net, sb.MeanField.paper(prior=PRIOR, estimator="local"), include="^0$"))
     likelihood = sb.Gaussian(precision=PRECISION)
     prediction = sb.predict(model, x, samples=20_000, noise=noise, seed=seed, likelihood=likelihood)
     mean, sigma = current(model)

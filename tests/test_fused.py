@@ -17,8 +17,8 @@ METHODS = {
     "meanfield": sb.MeanField(),
     "flipout": sb.MeanField(estimator="flipout"),
     "he": sb.MeanField(prior=sb.HeNormal()),
-    "tied mean": sb.MeanField(tied_mean=True),
-    "capped": sb.MeanField(stddev_max=0.0101),
+    "tied mean": sb.MeanField.paper(tied_mean=True),
+    "capped": sb.MeanField.paper(stddev_max=0.0101),
 }
 
 

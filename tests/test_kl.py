@@ -178,9 +178,9 @@ def test_patch_is_a_mixture_of_vanishing_normals():
 
 def test_impossible_pairs_are_refused():
     with pytest.raises(ValueError, match="no finite KL"):
-        sb.Rank1(posterior="cauchy", prior=sb.Normal(1.0, 0.1))
+        sb.Rank1.paper(posterior="cauchy", prior=sb.Normal(1.0, 0.1))
     with pytest.raises(ValueError, match="own family"):
-        sb.Rank1(posterior="lognormal", prior=sb.Normal(0.0, 0.1))
+        sb.Rank1.paper(posterior="lognormal", prior=sb.Normal(0.0, 0.1))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def constant_meanfield(sigma=0.05, mean=0.3, **options):
     net = nn.Sequential(
         nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 3), nn.Linear(3, 2, bias=False), nn.Linear(2, 2)
     )
-    model = sb.bayesianize(net.double(), sb.MeanField(**options))
+    model = sb.bayesianize(net.double(), sb.MeanField.paper(**options))
     for layer in (model[0], model[2], model[3], model[4]):
         layer.weight.fill_(mean)
         set_sigma(layer.bayes.weight, sigma)
@@ -218,7 +218,9 @@ def test_sum_over_elements_and_layers():
 
 
 def test_biases_left_out():
-    model = sb.bayesianize(nn.Linear(4, 3).double(), sb.MeanField(biases=False, prior=sb.Normal(0.1, 0.5)))
+    model = sb.bayesianize(
+        nn.Linear(4, 3).double(), sb.MeanField.paper(biases=False, prior=sb.Normal(0.1, 0.5))
+    )
     set_sigma(model.bayes.weight, 0.2)
     nn.init.constant_(model.weight, -0.3)
     assert sb.kl(model).item() == pytest.approx(12 * normal_element(-0.3, 0.2, 0.1, 0.5), rel=1e-12)
@@ -270,7 +272,9 @@ def test_rank1_sum_and_mean_over_components(posterior, components):
     def total(reduction):
         torch.manual_seed(3)
         net = nn.Sequential(nn.Linear(4, 3), nn.Conv1d(2, 5, 3)).double()
-        return sb.bayesianize(net, sb.Rank1(components, posterior, kl_reduction=reduction))
+        return sb.bayesianize(
+            net, sb.Rank1.paper(components=components, posterior=posterior, kl_reduction=reduction)
+        )
 
     model = scatter(total("sum"), 0.05, 0.2)
     expected = 0.0
@@ -288,7 +292,9 @@ def test_rank1_sum_and_mean_over_components(posterior, components):
 
 
 def test_additive_factors_have_their_prior_at_zero():
-    model = sb.bayesianize(nn.Linear(2, 2).double(), sb.Rank1(1, perturbation="additive", factors="output"))
+    model = sb.bayesianize(
+        nn.Linear(2, 2).double(), sb.Rank1.paper(components=1, perturbation="additive", factors="output")
+    )
     set_sigma(model.bayes.r.spread, 0.2)
     nn.init.constant_(model.bayes.r.loc, 0.3)
     assert sb.kl(model).item() == pytest.approx(2 * normal_element(0.3, 0.2, 0.0, 0.1), rel=1e-12)
@@ -298,14 +304,14 @@ def test_additive_factors_have_their_prior_at_zero():
     "method",
     [
         sb.BatchEnsemble(3),
-        sb.Rank1(3, "delta"),
-        sb.Rank1(3, "delta", kl_reduction="monte_carlo"),
+        sb.Rank1.paper(components=3, posterior="delta"),
+        sb.Rank1.paper(components=3, posterior="delta", kl_reduction="monte_carlo"),
         sb.MCDropout(0.3),
         sb.DropConnect(0.3),
         sb.DeepEnsemble(2),
         sb.Deterministic(),
-        sb.EMP(2, patch=("output",)),
-        sb.ECMP(2, patch=("output",), learn_mixing=True),
+        sb.EMP.paper(components=2, patch=("output",)),
+        sb.ECMP.paper(components=2, patch=("output",), learn_mixing=True),
     ],
     ids=lambda method: type(method).__name__,
 )
@@ -356,7 +362,7 @@ class Tied(nn.Module):
         return self.second(self.first(self.first(x).relu()).relu())
 
 
-@pytest.mark.parametrize("method", [sb.MeanField(), sb.KTied()], ids=["MeanField", "KTied"])
+@pytest.mark.parametrize("method", [sb.MeanField.paper(), sb.KTied.paper()], ids=["MeanField", "KTied"])
 def test_tied_tensors_count_once(method):
     torch.manual_seed(6)
     model = scatter(sb.bayesianize(Tied().double(), method))
@@ -385,7 +391,13 @@ def test_tied_patches_count_once_and_their_own_biases_each(method):
 
 @pytest.mark.parametrize(
     "method",
-    [sb.MeanField(), sb.KTied(), sb.Rank1(2), sb.Rank1(2, "cauchy"), sb.EMP(2, prior_precision=1.0)],
+    [
+        sb.MeanField.paper(),
+        sb.KTied.paper(),
+        sb.Rank1.paper(components=2),
+        sb.Rank1.paper(components=2, posterior="cauchy"),
+        sb.EMP.paper(components=2, prior_precision=1.0),
+    ],
     ids=["MeanField", "KTied", "Rank1", "Cauchy", "EMP"],
 )
 def test_float32_under_autocast(method):
@@ -401,7 +413,7 @@ def test_float32_under_autocast(method):
     torch.testing.assert_close(outside.double(), wide, rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("method", [sb.MeanField(), sb.KTied(), sb.Rank1(2)])
+@pytest.mark.parametrize("method", [sb.MeanField.paper(), sb.KTied.paper(), sb.Rank1.paper(components=2)])
 def test_bfloat16_parameters_are_summed_in_float32(method):
     torch.manual_seed(9)
     model = sb.bayesianize(nn.Linear(128, 64), method).bfloat16()
@@ -417,7 +429,9 @@ def test_bfloat16_parameters_are_summed_in_float32(method):
 def two_factor_model(components, locs, scales):
     """Two layers with one scalar factor each: the mixture lives in the plane."""
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
-    model = sb.bayesianize(net, sb.Rank1(components, factors="input", kl_reduction="monte_carlo"))
+    model = sb.bayesianize(
+        net, sb.Rank1.paper(components=components, factors="input", kl_reduction="monte_carlo")
+    )
     for layer, loc, scale in zip(model, locs, scales, strict=True):
         with torch.no_grad():
             layer.bayes.s.loc.copy_(torch.tensor(loc, dtype=F64).unsqueeze(1))
@@ -492,7 +506,7 @@ def test_mixture_lies_between_its_bounds(posterior):
 
     def build(reduction):
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
-        return sb.bayesianize(net, sb.Rank1(3, posterior, kl_reduction=reduction))
+        return sb.bayesianize(net, sb.Rank1.paper(components=3, posterior=posterior, kl_reduction=reduction))
 
     model, bound = build("monte_carlo"), build("mean")
     scatter(model, 0.05, 0.2)

@@ -20,7 +20,7 @@ def trained():
     torch.manual_seed(0)
     x = torch.randn(400, 12)
     y = x[:, :3].argmax(1)
-    model = sb.bayesianize(network(), sb.MeanField(prior=sb.Normal(0.0, 0.3), stddev_init=0.05))
+    model = sb.bayesianize(network(), sb.MeanField.paper(prior=sb.Normal(0.0, 0.3), stddev_init=0.05))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
     for _ in range(250):
         loss = sb.elbo(sb.draw(model, x), y, model, num_data=400).loss
@@ -78,7 +78,7 @@ def test_tied_weights_are_pruned_once():
         def forward(self, x):
             return self.two(self.one(x))
 
-    model = sb.bayesianize(Tied(), sb.MeanField())
+    model = sb.bayesianize(Tied(), sb.MeanField.paper())
     cut = sb.analysis.prune(model, share=0.5)
     assert int((cut.one.weight == 0).sum()) == 18 and cut.one.weight is cut.two.weight
 
@@ -92,17 +92,17 @@ def test_prune_refuses(trained, options, words):
     with pytest.raises(ValueError, match=words):
         sb.analysis.prune(trained[0], **options)
     with pytest.raises(ValueError, match="MeanField"):
-        sb.analysis.prune(sb.bayesianize(network(), sb.KTied()), share=0.5)
+        sb.analysis.prune(sb.bayesianize(network(), sb.KTied.paper()), share=0.5)
 
 
 METHODS = {
-    "mean-field": sb.MeanField(stddev_init=0.05),
-    "tied mean": sb.MeanField(tied_mean=True, biases=False),
-    "k-tied": sb.KTied(rank=2),
-    "rank-1": sb.Rank1(components=3),
-    "Cauchy, mean": sb.Rank1(components=3, posterior="cauchy", kl_reduction="mean"),
-    "log-normal": sb.Rank1(components=3, posterior="lognormal"),
-    "EMP": sb.EMP(components=3, prior_precision=2.0, init_noise=0.1),
+    "mean-field": sb.MeanField.paper(stddev_init=0.05),
+    "tied mean": sb.MeanField.paper(tied_mean=True, biases=False),
+    "k-tied": sb.KTied.paper(rank=2),
+    "rank-1": sb.Rank1.paper(components=3),
+    "Cauchy, mean": sb.Rank1.paper(components=3, posterior="cauchy", kl_reduction="mean"),
+    "log-normal": sb.Rank1.paper(components=3, posterior="lognormal"),
+    "EMP": sb.EMP.paper(components=3, prior_precision=2.0, init_noise=0.1),
     "dropout": sb.MCDropout(),
 }
 
@@ -119,7 +119,7 @@ def test_the_rows_of_the_comparison_sum_to_the_kl(name):
 
 
 def test_shift_and_ratio():
-    model = sb.bayesianize(nn.Linear(4, 2), sb.MeanField(prior=sb.Normal(0.5, 0.2)))
+    model = sb.bayesianize(nn.Linear(4, 2), sb.MeanField.paper(prior=sb.Normal(0.5, 0.2)))
     nn.init.constant_(model.weight, 0.9)
     nn.init.constant_(model.bayes.weight.rho, math.log(math.expm1(0.1 - 1e-7)))
     row = sb.analysis.compare_with_prior(model).rows[0]
@@ -143,7 +143,7 @@ def test_figures(trained, tmp_path, monkeypatch):
     explained = sb.analysis.spectrum(model)["2"]["stddev"][:3]
     torch.testing.assert_close(torch.as_tensor(spectra.axes[1].lines[1].get_ydata()), explained)
     spectra.savefig(tmp_path / "spectra.png", dpi=40)
-    wide = sb.bayesianize(nn.Linear(1000, 5), sb.MeanField())
+    wide = sb.bayesianize(nn.Linear(1000, 5), sb.MeanField.paper())
     assert sb.analysis.plot_stddevs(wide).axes[0].images[0].get_array().shape == (400, 5)
     with pytest.raises(ValueError, match="values='sigma' is unknown"):
         sb.analysis.plot_stddevs(model, values="sigma")

@@ -20,7 +20,7 @@ METHODS = {
     "meanfield": sb.MeanField(stddev_init=0.1),
     "meanfield capped": sb.MeanField(stddev_init=0.1, stddev_max=0.1),
     "meanfield he": sb.MeanField(prior=sb.HeNormal()),
-    "meanfield tied mean": sb.MeanField(tied_mean=True),
+    "meanfield tied mean": sb.MeanField.paper(tied_mean=True),
     "ktied": sb.KTied(stddev_init=0.1),
     "ktied he": sb.KTied(prior=sb.HeNormal(), rank=1),
 }

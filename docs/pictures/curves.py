@@ -59,11 +59,16 @@ def cost() -> Figure:
         "BatchEnsemble": ("BatchEnsemble, l2 = 0.0005", sb.BatchEnsemble(components=4), ORANGE, (8, 4)),
         "Rank1, Cauchy": (
             "Rank-1 Cauchy, l2 = 0.0005, p = 1e-10",
-            sb.Rank1(posterior="cauchy"),
+            sb.Rank1.paper(posterior="cauchy"),
             GREEN,
             (-8, 1),
         ),
-        "Rank1, Normal": ("Rank-1 Gaussian, l2 = 0.0005, KL averaged, p = 0.01", sb.Rank1(), BLUE, (-8, 0)),
+        "Rank1, Normal": (
+            "Rank-1 Gaussian, l2 = 0.0005, KL averaged, p = 0.01",
+            sb.Rank1.paper(),
+            BLUE,
+            (-8, 0),
+        ),
     }
     for label, (row, method, colour, offset) in rows.items():
         with torch.device("meta"):  # counted, not allocated

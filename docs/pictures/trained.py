@@ -46,7 +46,7 @@ def predicted() -> tuple[sb.Predictive, Tensor]:
 @functools.cache
 def spread() -> nn.Module:
     """A mean-field network."""
-    return trained(sb.MeanField(prior=sb.Normal(0.0, 0.3), stddev_init=0.05), *digits(), steps=1000)
+    return trained(sb.MeanField.paper(prior=sb.Normal(0.0, 0.3), stddev_init=0.05), *digits(), steps=1000)
 
 
 def temperature() -> Figure:

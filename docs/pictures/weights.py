@@ -42,7 +42,7 @@ def seen(method: Any, samples: int = 3) -> tuple[Any, Any]:
 
 def rank1() -> Figure:
     """W ∘ r sᵀ for two components."""
-    method = sb.Rank1(components=2, random_sign_init=-0.45, dropout_rate=1e-3)
+    method = sb.Rank1.paper(components=2, random_sign_init=-0.45, dropout_rate=1e-3)
     model, weights = seen(method)
     rule = model.bayes
     figure = Figure(figsize=(7.2, 3.6))
@@ -169,7 +169,9 @@ def strips(rows: dict[str, Any], names: tuple[str, ...] = ("draw 1", "draw 2", "
 
 
 def meanfield() -> Figure:
-    return strips({"MeanField": sb.MeanField(stddev_init=0.25), "KTied": sb.KTied(rank=2, stddev_init=0.25)})
+    return strips(
+        {"MeanField": sb.MeanField.paper(stddev_init=0.25), "KTied": sb.KTied.paper(rank=2, stddev_init=0.25)}
+    )
 
 
 def dropped() -> Figure:

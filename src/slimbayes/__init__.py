@@ -32,7 +32,7 @@ from slimbayes.core.methods import (
 from slimbayes.core.objective import ELBO, LinearAnnealing, StepAnnealing, elbo, kl, parameter_groups
 from slimbayes.core.paths import attach_later
 from slimbayes.core.predictive import Predictive
-from slimbayes.core.priors import Cauchy, HalfCauchy, HeNormal, LogNormal, Normal
+from slimbayes.core.priors import Cauchy, EmpiricalNormal, HalfCauchy, HeNormal, LogNormal, Normal
 
 if TYPE_CHECKING:
     from slimbayes import analysis, decisions, metrics
@@ -94,6 +94,7 @@ __all__ = [
     "Deterministic",
     "Diagnosis",
     "DropConnect",
+    "EmpiricalNormal",
     "FitResult",
     "Frozen",
     "Gaussian",

@@ -14,6 +14,7 @@ from helpers_cli import runner
 import slimbayes as sb
 from slimbayes.lab.config import CompareConfig, RunConfig, from_dict, read_config
 from slimbayes.lab.report import choose, read_results
+from slimbayes.verbs.method_text import full_text
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -123,7 +124,7 @@ def test_configurations_are_saved_and_replayed(slimbayes, tmp_path, command):
         assert [c.label for c in saved.contenders] == ["Deterministic", "Rank1(components=3)"]
         assert saved.seeds == (0, 1) and saved.validation == 0.2
     else:
-        assert saved.method == "Rank1(components=3)" and training.seed == 4
+        assert saved.method == full_text("Rank1(components=3)") and training.seed == 4
 
 
 def test_train_evaluate_predict_report(slimbayes, tmp_path, monkeypatch):
@@ -199,7 +200,7 @@ def test_resume_takes_the_settings_of_the_folder(slimbayes, tmp_path):
     slimbayes(*first, "--epochs", "2", "--data-option", "split=1", "--out", out, "--quiet")
     before = (out / "config.yaml").read_text()
     slimbayes("train", "--resume", "--out", out, "--quiet")
-    assert (out / "config.yaml").read_text() == before and "MCDropout(rate=0.2)" in before
+    assert (out / "config.yaml").read_text() == before and "MCDropout(rate=0.2, " in before
 
 
 def test_data_options_come_on_top(slimbayes, tmp_path):

@@ -23,9 +23,9 @@ METHODS = {
     "BatchEnsemble": sb.BatchEnsemble(components=3),
     "MeanField": sb.MeanField(),
     "MeanField flipout": sb.MeanField(estimator="flipout"),
-    "MeanField local": sb.MeanField(estimator="local", tied_mean=True),
+    "MeanField local": sb.MeanField.paper(estimator="local", tied_mean=True),
     "KTied": sb.KTied(),
-    "KTied local": sb.KTied(rank=1, estimator="local"),
+    "KTied local": sb.KTied(rank=1, estimator="local", prior=sb.EmpiricalNormal(), temperature=0.3),
     "EMP": sb.EMP(
         components=3, patch=("norm", "output"), learn_mixing=True, prior_precision=1.0, init_noise=0.1
     ),

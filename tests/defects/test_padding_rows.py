@@ -9,13 +9,13 @@ from torch import nn
 import slimbayes as sb
 
 METHODS = {
-    "meanfield": sb.MeanField(),
-    "capped": sb.MeanField(stddev_max=1.0),
-    "tied mean": sb.MeanField(tied_mean=True),
-    "monte carlo": sb.MeanField(prior=sb.Cauchy(0.0, 1.0)),
-    "ktied": sb.KTied(),
-    "emp": sb.EMP(3, prior_precision=1.0),
-    "ecmp": sb.ECMP(3, prior_precision=1.0),
+    "meanfield": sb.MeanField.paper(),
+    "capped": sb.MeanField.paper(stddev_max=1.0),
+    "tied mean": sb.MeanField.paper(tied_mean=True),
+    "monte carlo": sb.MeanField.paper(prior=sb.Cauchy(0.0, 1.0)),
+    "ktied": sb.KTied.paper(),
+    "emp": sb.EMP.paper(components=3, prior_precision=1.0),
+    "ecmp": sb.ECMP.paper(components=3, prior_precision=1.0),
 }
 PAD = 1
 
@@ -86,14 +86,14 @@ def test_a_row_that_another_layer_reads_is_random():
     """The output layer has the table too, and a logit for the padding word: its weights are random, and pay."""
     model = nn.Sequential(nn.Embedding(5, 4, padding_idx=PAD), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
-    sb.bayesianize(model, sb.MeanField(), include=".")
+    sb.bayesianize(model, sb.MeanField.paper(), include=".")
     sb.kl(model).backward()
     assert model[0].bayes.weight.rho.grad[PAD].abs().min() > 0
 
 
 def test_a_shared_prior_leaves_the_row_alone():
     """EMP's prior is on every parameter, also on a table that is not converted."""
-    model = sb.bayesianize(Words(False), sb.EMP(2, prior_precision=1.0), include="out")
+    model = sb.bayesianize(Words(False), sb.EMP.paper(components=2, prior_precision=1.0), include="out")
     with torch.no_grad():
         model.table.weight[PAD] = 3.0
     sb.kl(model).backward()
@@ -101,7 +101,15 @@ def test_a_shared_prior_leaves_the_row_alone():
     assert model.table.weight.grad[0].abs().max() > 0
 
 
-@pytest.mark.parametrize("method", [sb.MeanField(), sb.KTied(), sb.Rank1(), sb.EMP(2, prior_precision=1.0)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        sb.MeanField.paper(),
+        sb.KTied.paper(),
+        sb.Rank1.paper(),
+        sb.EMP.paper(components=2, prior_precision=1.0),
+    ],
+)
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_kl_is_of_the_parameters_as_they_are(method, fast):
     """Written to through .data, which no counter sees, after a draw that left its KL."""

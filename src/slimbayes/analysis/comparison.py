@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slimbayes.analysis.layers import root_of
 from slimbayes.core import distributions as d
 from slimbayes.core.conversion import converted_layers, find_record
-from slimbayes.core.kl import total_kl
+from slimbayes.core.kl import fitted, total_kl
 from slimbayes.core.objective import kl
 
 OTHERS = "(other parameters)"
@@ -95,7 +95,7 @@ def compare_with_prior(model: nn.Module) -> Comparison:
         if isinstance(q, d.Patch):
             loc, elements, ratio = q.points, q.points.numel(), math.nan
         else:
-            loc, elements = q.loc, q.loc.numel()
+            loc, elements, p = q.loc, q.loc.numel(), fitted(q, p)
             ratio = math.exp(float((q.scale.double() / p.scale.double()).log().mean()))
         shift = float(((loc.double() - p.loc.double()) / p.scale.double()).square().mean().sqrt())
         rows.append(Compared(name, tensor, elements, divergence, shift, ratio))

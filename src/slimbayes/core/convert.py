@@ -18,6 +18,7 @@ from slimbayes.core.layers.ensemble import Ensembled, ensemble
 from slimbayes.core.layers.table import converted_class
 from slimbayes.core.methods import DeepEnsemble, Method
 from slimbayes.core.methods.base import Shared
+from slimbayes.core.rules.base import Rule
 from slimbayes.core.selection import (
     NO_CLASS,
     MethodOrRules,
@@ -182,11 +183,17 @@ def _convert_layer(module: nn.Module, name: str, method: Method, shared: Shared)
     module.__class__ = layer_class
     if isinstance(module, Several):
         shared.join(list(module.parameters()))
-        module.attach(name or module.title, lambda kernel, own: method.attach(kernel, own, shared))
+        module.attach(name or module.title, lambda kernel, own: _rule_of(method, kernel, own, shared))
         return
     assert isinstance(module, Converted)
     module.component_tensors = ()
-    module.bayes = method.attach(module, name or layer_class.title, shared)
+    module.bayes = _rule_of(method, module, name or layer_class.title, shared)
+
+
+def _rule_of(method: Method, layer: Converted, name: str, shared: Shared) -> Rule:
+    rule = method.attach(layer, name, shared)
+    rule.kl_temperature = method.traits.temperature
+    return rule
 
 
 def _relink_aliases(model: nn.Module, shared: Shared) -> None:

@@ -219,6 +219,21 @@ class Patch(td.Distribution):
         return first + shift
 
 
+class EmpiricalNormal(td.Distribution):
+    """N(loc, σ_p²) as a prior alone: its σ_p follows from the posterior that is held against it.
+
+    ``sizes``: of tensors side by side on the last axis, each with a σ_p of its own; none where it is one tensor.
+    """
+
+    noise = None
+    arg_constraints = {}
+
+    def __init__(self, loc: Tensor, sizes: tuple[int, ...] = ()) -> None:
+        self.loc = loc
+        self.sizes = sizes
+        super().__init__(loc.shape, validate_args=False)
+
+
 def without_row(tensor: Tensor, row: int | None, axis: int = 0) -> Tensor:
     """The tensor but for one row of an axis; itself where that is None.
 

@@ -71,7 +71,19 @@ def ktied_normal(q: d.KTiedNormal, p: td.Normal) -> Tensor:
 
     Σ log σ = n Σ log u + m Σ log v for k = 1; k ≥ 2 needs one pass over U Vᵀ.
     """
-    squares = ((q.u.mT @ q.u) * (q.v.mT @ q.v)).sum()
+    means = (q.loc - p.loc).square().sum()
+    elements = q.loc.numel()
+    constant = elements * (p.scale.log() - 0.5)
+    return 0.5 * (_squares(q).sum() + means) / p.scale.square() - _log_sigma(q) + constant
+
+
+def _squares(q: d.KTiedNormal) -> Tensor:
+    """Σσ² of a weight, or of each in a stack: Σ_ab (UᵀU)_ab (VᵀV)_ab."""
+    return ((q.u.mT @ q.u) * (q.v.mT @ q.v)).sum((-2, -1))
+
+
+def _log_sigma(q: d.KTiedNormal) -> Tensor:
+    """Σ log σ of all elements."""
     m, n = q.u.shape[-2], q.v.shape[-2]
     logs: Tensor | None = None
     if q.u.shape[-1] == 1:
@@ -85,9 +97,62 @@ def ktied_normal(q: d.KTiedNormal, p: td.Normal) -> Tensor:
         )  # σ may be tiny
         logs = ((q.u / u_most) @ (q.v / v_most).mT).log().sum()
         logs = logs + n * u_most.log().sum() + m * v_most.log().sum()
-    elements = q.loc.numel()
-    means = (q.loc - p.loc).square().sum()
-    return 0.5 * (squares + means) / p.scale.square() - logs + elements * (p.scale.log() - 0.5)
+    return logs
+
+
+@closed(d.Normal, d.EmpiricalNormal)
+def normal_empirical(q: td.Normal, p: d.EmpiricalNormal) -> Tensor:
+    """The Normal formula summed, with σ_p² = (Σσ² + Σ(μ − μ_p)² + 2β)/(n + 2α + 2), minus log InverseGamma(σ_p²; α, β).
+
+    >>> one = torch.ones(1)
+    >>> float(normal_empirical(d.Normal(0 * one, one), d.EmpiricalNormal(0 * one))) > 0.0
+    True
+    """
+    squares = q.scale.square() + (q.loc - p.loc).square()
+    if len(p.sizes) < 2:
+        return _empirical([squares.sum()], [squares.numel()]) - q.scale.log().sum()
+    rows = squares.numel() // squares.shape[-1]
+    sums = [own.sum() for own in squares.split(list(p.sizes), -1)]
+    return _empirical(sums, [rows * size for size in p.sizes]) - q.scale.log().sum()
+
+
+@closed(d.KTiedNormal, d.EmpiricalNormal)
+def ktied_empirical(q: d.KTiedNormal, p: d.EmpiricalNormal) -> Tensor:
+    """The same for σ = U Vᵀ, without an m×n square: weights of a stack have a σ_p each."""
+    squares = _squares(q)  # [] or [M]
+    means = (q.loc - p.loc).square().reshape(*squares.shape, -1).sum(-1)
+    return _empirical([squares + means], [q.loc.numel() // squares.numel()]) - _log_sigma(q)
+
+
+_ALPHA, _BETA = 2.01, 0.101  # the reference's
+
+
+def fitted(q: Any, p: Any) -> Any:
+    """The prior with its scale, where that follows from the posterior.
+
+    >>> round(float(fitted(d.Normal(torch.zeros(2), torch.ones(2)), d.EmpiricalNormal(torch.zeros(()))).scale), 3)
+    0.524
+    """
+    if not isinstance(p, d.EmpiricalNormal):
+        return p
+    squares = (q.scale.square() + (q.loc - p.loc).square()).sum()
+    return d.Normal(p.loc, ((squares + 2.0 * _BETA) / (q.loc.numel() + 2.0 * _ALPHA + 2.0)).sqrt())
+
+
+def _empirical(squares: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """Σ over tensors of c (1 + log σ_p²) − n/2 − log(β^α/Γ(α)), for n elements and c = n/2 + α + 1.
+
+    ``squares``: Σ(σ² + (μ − μ_p)²) of a tensor, or of several that have as many elements. It is the least of
+    KL − log InverseGamma over σ_p², so that no gradient has to pass through σ_p² by itself.
+    """
+    total: Tensor | None = None
+    for own, n in zip(squares, counts, strict=True):
+        c = 0.5 * n + _ALPHA + 1.0
+        constant = c * (1.0 - math.log(2.0 * c)) - 0.5 * n - _ALPHA * math.log(_BETA) + math.lgamma(_ALPHA)
+        part = (c * (own + 2.0 * _BETA).log() + constant).sum()
+        total = part if total is None else total + part
+    assert total is not None
+    return total
 
 
 @closed(d.Patch, d.Normal)
@@ -133,6 +198,11 @@ def check_pair(q: type, p: type) -> None:
             "a Cauchy posterior has no finite KL against a Normal prior (its second moment is infinite); "
             "use prior=sb.Cauchy(loc, scale)"
         )
+    if p is d.EmpiricalNormal:
+        raise ValueError(
+            f"sb.EmpiricalNormal is the prior of Normal posteriors, whose spread it follows, and this posterior is "
+            f"{q.__name__}; use a prior of its own family, such as sb.{q.__name__}(loc, scale)"
+        )
     raise ValueError(
         f"the KL of a {q.__name__} posterior against a {p.__name__} prior is not defined here (their "
         f"supports differ or no formula is known); use a prior of the posterior's own family, "
@@ -162,6 +232,10 @@ def at_least_float32(spread: Any) -> Any:
         tensors = (spread.loc, spread.u, spread.v)
     elif isinstance(spread, d.Delta):
         tensors = (spread.loc,)
+    elif isinstance(spread, d.EmpiricalNormal):
+        return d.EmpiricalNormal(
+            spread.loc.to(torch.promote_types(spread.loc.dtype, torch.float32)), spread.sizes
+        )
     elif isinstance(spread, d.Patch):
         if spread.points.dtype.itemsize >= 4:
             return spread

@@ -45,38 +45,95 @@ REDUCTIONS = ("average", "mixture", "logits")
 def kl(model: nn.Module) -> Tensor:
     """KL(q‖p) of the whole model: a sum over elements and layers, tied tensors once, in at least float32.
 
+    No temperature is in it: ``elbo`` has Σ over layers of temperature · KL.
+
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(3, 2), sb.MeanField())
     >>> bool(sb.kl(net) > 0)
     True
     """
     record = find_record(model)
-    return _whole_kl(model, record, sums_of_trace(record) if torch.compiler.is_compiling() else [])
+    return _whole_kl(model, record, sums_of_trace(record) if torch.compiler.is_compiling() else [], False)
 
 
-def _whole_kl(model: nn.Module, record: Record, byproducts: list[Any]) -> Tensor:
+def tempered_kl(model: nn.Module, facts: Iterable[Facts] = ()) -> Tensor:
+    """Σ over layers of temperature · KL, which ``elbo`` adds; ``facts`` of draws may know parts of it."""
+    record = find_record(model)
+    if torch.compiler.is_compiling():
+        return _whole_kl(model, record, sums_of_trace(record), True)
+    return _whole_kl(model, record, [one for known in facts for one in known.take_byproducts()], True)
+
+
+def _whole_kl(model: nn.Module, record: Record, byproducts: list[Any], tempered: bool) -> Tensor:
     like = _any_parameter(model)
     if like.is_meta:
         check_not_meta(unwrap(model))
     try:
         if not torch.is_autocast_enabled(like.device.type):
-            return _kl(model, record, like, byproducts)
+            return _kl(model, record, like, byproducts, tempered)
         with torch.autocast(device_type=like.device.type, enabled=False):
-            return _kl(model, record, like, byproducts)
+            return _kl(model, record, like, byproducts, tempered)
     except NotImplementedError as error:
         explain_network(unwrap(model), error)
         raise
 
 
-def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any]) -> Tensor:
+Pairs = list[tuple[Rule, Converted]]
+
+
+def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any], tempered: bool) -> Tensor:
     parts: list[Tensor] = []
     seen: set[str] = set()
     pairs = ruled_layers(model)
     layers = [layer for _, layer in pairs]
-    dtype = torch.promote_types(like.dtype, torch.float32)
+    zero = torch.zeros((), device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+    groups = _by_temperature(pairs) if tempered else [(1.0, pairs)]
     if shared_out(model):
         with same_noise(every_module(unwrap(model))):
-            return _by_layer(model, layers, record, torch.zeros((), device=like.device, dtype=dtype))
+            return _by_layer(model, layers, record, zero, groups)
+    for temperature, group in groups:
+        own = byproducts if len(groups) == 1 else _of_group(byproducts, group)
+        found = _group_parts(group, own, seen)
+        parts += found if temperature == 1.0 or not found else [temperature * _sum(found, zero)]
+    parts += _term_parts((_shared_term(*shared) for shared in _shared_priors(model, layers, record)), seen)
+    return _sum(parts, zero)
+
+
+def _by_temperature(pairs: Pairs) -> list[tuple[float, Pairs]]:
+    """The layers of each temperature, in the order in which it is met first; none of temperature 0."""
+    temperatures = [rule.kl_temperature for rule, _ in pairs]
+    different: list[float] = []
+    for temperature in temperatures:
+        if temperature not in different:
+            different.append(temperature)
+    if len(different) == 1 and different[0] != 0.0:
+        return [(different[0], pairs)]
+    return [
+        (own, [pair for pair, temperature in zip(pairs, temperatures, strict=True) if temperature == own])
+        for own in different
+        if own != 0.0
+    ]
+
+
+def _of_group(byproducts: list[Any], group: Pairs) -> list[Any]:
+    """What is known of the KL of tensors of these layers alone."""
+    names = {one.name for rule, layer in group for one in rule.random(layer)}
+    return [known for known in byproducts if names.issuperset(known.names)]
+
+
+def _sum(parts: list[Tensor], zero: Tensor) -> Tensor:
+    if len(parts) == 1 and parts[0].dtype == zero.dtype:
+        return parts[0]
+    total = zero
+    for part in parts:
+        total = total + part
+    return total
+
+
+def _group_parts(pairs: Pairs, byproducts: list[Any], seen: set[str]) -> list[Tensor]:
+    """The KL of these layers but for the tensors ``seen``, as far as it is one operation."""
+    parts: list[Tensor] = []
+    layers = [layer for _, layer in pairs]
     for known in byproducts:  # what draws have of the KL of what they sampled
         if seen.isdisjoint(known.names) and known.valid(layers):
             parts.append(known.kl())
@@ -100,15 +157,8 @@ def _kl(model: nn.Module, record: Record, like: Tensor, byproducts: list[Any]) -
                 tensors[one.name] = one
     if tensors:
         parts += kl_parts(tensors.values())
-    terms += [_shared_term(*shared) for shared in _shared_priors(model, layers, record)]
-    if terms:
-        parts += _term_parts(terms, seen)
-    if len(parts) == 1 and parts[0].dtype == dtype:
-        return parts[0]
-    total = torch.zeros((), device=like.device, dtype=dtype)
-    for part in parts:
-        total = total + part
-    return total
+        seen.update(tensors)
+    return parts + _term_parts(terms, seen)
 
 
 def _term_parts(terms: Iterable[KLTerm], seen: set[str]) -> list[Tensor]:
@@ -129,24 +179,27 @@ def _term_parts(terms: Iterable[KLTerm], seen: set[str]) -> list[Tensor]:
     return parts
 
 
-def _by_layer(model: nn.Module, layers: list[Converted], record: Record, total: Tensor) -> Tensor:
+def _by_layer(
+    model: nn.Module,
+    layers: list[Converted],
+    record: Record,
+    total: Tensor,
+    groups: list[tuple[float, Pairs]],
+) -> Tensor:
     """The same where processes share out the parameters: one layer's are gathered after the other's."""
     seen: set[str] = set()
 
     def term_sum(terms: Iterable[KLTerm]) -> Tensor:
         return torch.stack([torch.zeros_like(total), *[p.to(total) for p in _term_parts(terms, seen)]]).sum()
 
-    # A joint mixture couples the factors of all its layers.
-    coupled = [layer for layer in layers if getattr(layer.bayes, "reduction", "") == "monte_carlo"]
-    alone = [[layer] for layer in layers if layer not in coupled]
-    for together in [coupled, *alone] if coupled else alone:
+    for temperature, together in _gathered_together(groups):
         stores = [stored(layer, "weight")[0] for layer in together]
         stores += [module._parameters for layer in together for module in layer.bayes.modules()]
 
         def of_layers(together: list[Converted] = together) -> Tensor:
             return term_sum(term for layer in together for term in layer.bayes.kl_terms(layer))
 
-        total = total + on_whole(stores, of_layers)
+        total = total + temperature * on_whole(stores, of_layers)
     for name, parameter, prior in _shared_priors(model, layers, record):
 
         def of_parameter(own: dict[str, Tensor], name: str = name, prior: Prior = prior) -> Tensor:
@@ -155,6 +208,17 @@ def _by_layer(model: nn.Module, layers: list[Converted], record: Record, total: 
         own = {"parameter": parameter}
         total = total + on_whole([own], partial(of_parameter, own))
     return total
+
+
+def _gathered_together(groups: list[tuple[float, Pairs]]) -> Iterator[tuple[float, list[Converted]]]:
+    """Layer by layer, but that a joint mixture couples the factors of all its layers."""
+    for temperature, pairs in groups:
+        coupled = [layer for rule, layer in pairs if getattr(rule, "reduction", "") == "monte_carlo"]
+        if coupled:
+            yield temperature, coupled
+        for _, layer in pairs:
+            if layer not in coupled:
+                yield temperature, [layer]
 
 
 def _any_parameter(model: nn.Module) -> Tensor:
@@ -219,7 +283,7 @@ def elbo(
     *,
     of: Any = None,
 ) -> ELBO:
-    """loss = nll + kl_weight · kl / num_data, per datum.
+    """loss = nll + kl_weight · kl / num_data, per datum, where kl is Σ over layers of temperature · KL(q‖p).
 
     ``num_data`` is the size of the training set. ``reduction`` says how draws enter the nll: "average" of the
     draws' own (Gibbs), "mixture" (minus log of the mean likelihood) or "logits" (of the mean output). ``of`` names the
@@ -240,10 +304,7 @@ def elbo(
     facts = facts_of(draws if of is None else of, record)
     log_prob = _log_prob(model, record, facts, of is not None)
     nll, per_draw = _nll(likelihood, draws, targets, reduction, log_prob is not None)
-    if torch.compiler.is_compiling():
-        divergence = kl(model)
-    else:
-        divergence = _whole_kl(model, record, [one for known in facts for one in known.take_byproducts()])
+    divergence = tempered_kl(model, facts)
     # Compiled, the weight of a schedule would become a constant of the code.
     if type(kl_weight) in (float, int) and type(num_data) is int and not torch.compiler.is_compiling():
         loss = torch.add(nll, divergence, alpha=kl_weight / num_data)

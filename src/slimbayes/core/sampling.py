@@ -129,6 +129,7 @@ def kl_parts(members: Iterable[RandomTensor]) -> list[Tensor]:
             total = total_kl(*first.pair)
         else:
             q = joint(group)
-            total = total_kl(q, kind[-2].distribution(q.loc))
+            rows = first.loc.shape[0] if first.components else 1
+            total = total_kl(q, kind[-2].beside(q.loc, [one.loc.numel() // rows for one in group]))
         parts.append(total / first.loc.shape[0] if first.reduction == "mean" else total)
     return parts

@@ -16,9 +16,12 @@ from slimbayes.files import read_text, shortened, write_whole
 from slimbayes.lab.models.text import network_builder
 from slimbayes.training import Training
 from slimbayes.training.settings import real_number, whole_number
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import full_text, parse_method, parse_stored
 
 LARGEST = 1 << 20  # bytes of a configuration file, and its values when every alias is written out
+# Of what ``to_dict`` gives: methods with all their options. In format 1, which no entry names, a method leant on the
+# defaults of its day.
+FORMAT = 2
 _MERGED = 100  # mappings that one "<<" may name
 
 
@@ -30,8 +33,8 @@ class ConfigError(ValueError):
 class RunConfig:
     """One model: data, network, method, training.
 
-    >>> RunConfig(method="KTied(rank=1)").to_dict()["method"]
-    'KTied(rank=1)'
+    >>> RunConfig(method="BatchEnsemble(8)").to_dict()["method"]
+    'BatchEnsemble(components=8, random_sign_init=-0.5)'
     """
 
     data: str = "digits"
@@ -48,7 +51,12 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for YAML and JSON."""
-        return {**_plain(self), "training": self.training.to_dict()}
+        return {
+            **_plain(self),
+            "method": full_text(self.method),
+            "training": self.training.to_dict(),
+            "format": FORMAT,
+        }
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,10 @@ class Contender:
     def parsed(self) -> Method:
         """The method itself."""
         return parse_method(self.method)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for YAML and JSON."""
+        return {**dataclasses.asdict(self), "method": full_text(self.method)}
 
 
 # Chosen by the NLL of a held-out fifth of the training digits, among the candidates of bench/choose_settings.py;
@@ -139,8 +151,9 @@ class CompareConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for YAML and JSON."""
-        contenders = [dataclasses.asdict(contender) for contender in self.contenders]
-        return {**_plain(self), "training": self.training.to_dict(), "contenders": contenders}
+        contenders = [contender.to_dict() for contender in self.contenders]
+        own = {"training": self.training.to_dict(), "contenders": contenders}
+        return {**_plain(self), **own, "format": FORMAT}
 
 
 def _check_common(config: RunConfig | CompareConfig) -> None:
@@ -177,6 +190,7 @@ def from_dict(kind: type[Config], values: Any, base: Config | None = None) -> Co
     if not isinstance(values, dict):
         raise ConfigError(f"a configuration is a mapping of names to values, got {type(values).__name__}")
     known = [item.name for item in dataclasses.fields(kind)]
+    values = _of_today(values, known)
     changes: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
@@ -193,6 +207,30 @@ def from_dict(kind: type[Config], values: Any, base: Config | None = None) -> Co
             value = tuple(_contender(entry) for entry in value)
         changes[name] = value
     return dataclasses.replace(base, **changes)
+
+
+def _of_today(values: dict[str, Any], known: list[str]) -> dict[str, Any]:
+    """The same without its format; methods with all their options where a program of before has written the whole.
+
+    By hand nobody writes down every entry, and there the defaults are today's.
+    """
+    values = dict(values)
+    named = values.pop("format", None)
+    if named not in (None, FORMAT):
+        raise ConfigError(
+            f"a configuration of format {named!r}, and this version reads {FORMAT}: update slimbayes"
+        )
+    if named is None and set(known) <= set(values):
+        if isinstance(values.get("method"), str):
+            values["method"] = full_text(parse_stored(values["method"]))
+        if isinstance(values.get("contenders"), list):
+            values["contenders"] = [
+                {**entry, "method": full_text(parse_stored(entry["method"]))}
+                if isinstance(entry, dict) and isinstance(entry.get("method"), str)
+                else entry
+                for entry in values["contenders"]
+            ]
+    return values
 
 
 def _contender(entry: Any) -> Contender:

@@ -206,7 +206,7 @@ def train_run(
         save(model, folder / MODEL)
         counted = summary(model)
         content = {
-            "format": FORMAT, "version": 1, "config": config.to_dict(), "facts": facts.to_dict(),
+            "format": FORMAT, "version": 2, "config": config.to_dict(), "facts": facts.to_dict(),
             "precision": precision_of(likelihood), "parameters": counted.parameters,
             "base_parameters": counted.base_parameters, "steps": result.step, "seconds": result.seconds,
             "stopped_early": result.stopped_early, "best": result.best, "provenance": provenance(),
@@ -243,7 +243,7 @@ def load_run(folder: str | Path, network: str | None = None, device: str | None 
     folder = Path(folder)
     try:
         content = read_json(folder / FACTS)
-        if content["format"] != FORMAT or content["version"] != 1:
+        if content["format"] != FORMAT or content["version"] not in (1, 2):
             raise CheckpointError(f"{str(folder / FACTS)!r} is of another format: update slimbayes")
         config = from_dict(RunConfig, content["config"])
         facts = Facts.from_dict(content["facts"])

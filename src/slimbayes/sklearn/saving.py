@@ -20,7 +20,7 @@ from slimbayes.files import FALSE_CLAIMS, parse_json, shortened, write_whole
 from slimbayes.sklearn.parameters import dtype_of
 from slimbayes.sklearn.scaling import Standardization
 from slimbayes.verbs.checkpoint import CheckpointError, load, read_tensors, save
-from slimbayes.verbs.method_text import SpecError, parse_method
+from slimbayes.verbs.method_text import SpecError, full_text, parse_method, parse_stored
 from slimbayes.verbs.untrusted_files import check_network, shapes_of
 
 FORMAT = 1
@@ -97,6 +97,7 @@ def _restored(
     if name not in kinds:
         raise CheckpointError(f"{str(path)!r} holds a {name}, and {' or '.join(kinds)} was asked for")
     parameters = {k: tuple(v) if isinstance(v, list) else v for k, v in header["parameters"].items()}
+    parameters["method"] = _of_today(parameters["method"])
     if device is not None:
         parameters["device"] = device
     if "Net" in name:
@@ -200,13 +201,20 @@ def method_text(method: Any) -> Any:
         except SpecError:
             pass
     elif isinstance(method, str):
-        return method
+        return full_text(method)
     elif all(selector is None or isinstance(selector, str) for selector, _ in method):
         return [[selector, method_text(inner)] for selector, inner in method]
     raise ValueError(
         f"method={method!r} has no text, and files hold no code: use a method and selectors without functions and "
         f"types, or save the network alone with sb.save(estimator.model_, path)"
     )
+
+
+def _of_today(method: Any) -> Any:
+    """The text of a method with all its options, or such rules: texts of before have gaps."""
+    if isinstance(method, str):
+        return full_text(parse_stored(method))
+    return [(selector, _of_today(inner)) for selector, inner in method]
 
 
 def _labels(estimator: Any) -> dict[str, Any] | None:

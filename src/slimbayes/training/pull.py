@@ -22,8 +22,8 @@ def predicted_spread(
 ) -> list[float]:
     """The spread of components (``sb.analysis.component_spread``, mean over factors) after 0, 1, ... epochs of SGD.
 
-    As if there were no likelihood: each location m follows dm/dτ = −w ∂KL/∂m, with w = 1 for kl_reduction "sum" and 1/K
-    for the others, in the time of the run
+    As if there were no likelihood: each location m follows dm/dτ = −w ∂KL/∂m, with w the method's temperature for
+    kl_reduction "sum" and a K-th of it for the others, in the time of the run
 
         τ = Σ_t lr_t β_t / ((1 − momentum) num_data).
 
@@ -81,10 +81,10 @@ def _times(training: Training, num_data: int, per_epoch: int) -> list[float]:
 def _moved(factor: Factor, rule: Any, time: float) -> Tensor:
     """A factor's locations [K, d] when the KL has drawn on them for so long."""
     q, loc = factor(), factor.loc.cpu().double()
-    time = time if rule.reduction == "sum" else time / rule.components
+    time = rule.kl_temperature * (time if rule.reduction == "sum" else time / rule.components)
     if isinstance(q, d.Delta) or not factor.loc.requires_grad or not time:
         return loc
-    p = factor.prior.distribution(loc)
+    p: d.Spread = factor.prior.distribution(loc)
     apart = loc - p.loc
     if isinstance(q, (d.Normal, d.LogNormal)) and type(p) is type(q):
         return p.loc + apart * math.exp(-time / float(p.scale) ** 2)

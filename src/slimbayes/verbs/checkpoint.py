@@ -24,6 +24,7 @@ from slimbayes.core.conversion import ATTRIBUTE, Record, find_record, shared_out
 from slimbayes.core.convert import all_or_nothing, bayesianize
 from slimbayes.core.layers.dropout import ACTIVE
 from slimbayes.core.methods import METHODS, DeepEnsemble, Deterministic, MCDropout, Method
+from slimbayes.core.methods.base import as_written
 from slimbayes.core.priors import PRIORS, Prior
 from slimbayes.core.sharded import local, one_writes, shared_as, whole
 from slimbayes.files import FALSE_CLAIMS, parse_json, read_whole, shortened, write_whole
@@ -253,7 +254,7 @@ def _method_to_json(record: Record, index: int) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for item in dataclasses.fields(method):  # type: ignore[arg-type]
         value = getattr(method, item.name)
-        if item.metadata.get("later") and value == item.default:
+        if item.metadata.get("later") and value == getattr(as_written(type(method))(), item.name):
             continue
         if isinstance(value, Prior):
             value = {"family": type(value).__name__, **dataclasses.asdict(value)}  # type: ignore[call-overload]
@@ -275,7 +276,7 @@ def _method_from_json(entry: dict[str, Any], path: str | os.PathLike[str]) -> Me
                 options[key] = PRIORS[fields.pop("family")](**fields)
             elif isinstance(value, list):
                 options[key] = tuple(value)
-        return kind(**options)
+        return as_written(kind)(**options)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} names a method that this version does not know: {shortened(repr(entry))}; update slimbayes"

@@ -18,7 +18,7 @@ from slimbayes.core.layers.base import Converted
 from slimbayes.core.methods import KTied, MeanField
 from slimbayes.core.methods.base import check_count
 from slimbayes.core.posteriors import KTiedPosterior, NormalPosterior
-from slimbayes.core.priors import HeNormal, Normal
+from slimbayes.core.priors import EmpiricalNormal, HeNormal, Normal
 from slimbayes.core.selection import Selection
 from slimbayes.sequences.kernels import Kernel
 
@@ -98,9 +98,10 @@ def _compressible(model: nn.Module, include: Selection | None, exclude: Selectio
             )
         if method.tied_mean:
             raise ValueError(f"layer {name!r} has tied_mean=True, which KTied does not have; {remedy}")
-        if not isinstance(method.prior, Normal | HeNormal):
+        if not isinstance(method.prior, Normal | HeNormal | EmpiricalNormal):
             raise ValueError(
-                f"layer {name!r} has prior={method.prior!r}, and KTied needs Normal or HeNormal; {remedy}"
+                f"layer {name!r} has prior={method.prior!r}, and KTied needs Normal, HeNormal or EmpiricalNormal; "
+                f"{remedy}"
             )
     return names
 
@@ -152,7 +153,8 @@ def _retell(root: nn.Module, names: Iterable[str], rank: int) -> None:
         if not own & chosen:
             continue
         assert isinstance(method, MeanField)
-        tied = KTied(rank, method.prior, method.stddev_init, method.estimator, method.biases)
+        same = ("prior", "stddev_init", "estimator", "biases", "temperature")
+        tied = KTied(rank, **{name: getattr(method, name) for name in same})
         if own <= chosen:
             methods[index] = tied
             continue

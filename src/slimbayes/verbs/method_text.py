@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
 from typing import Any
 
 from slimbayes.core.methods import METHODS, Method
+from slimbayes.core.methods.base import as_written
 from slimbayes.core.priors import PRIORS
 from slimbayes.files import shortened
 
@@ -20,20 +22,52 @@ class SpecError(ValueError):
 def parse_method(text: str) -> Method:
     """The method that a text describes, as one would write it in Python.
 
-    >>> parse_method("KTied(rank=3, prior=Normal(0, 0.2))")
-    KTied(rank=3, prior=Normal(loc=0, scale=0.2), stddev_init=0.01, estimator='shared', biases=True)
+    >>> parse_method("KTied.paper(rank=3, temperature=0.1)")
+    KTied(rank=3, prior=Normal(loc=0.0, scale=0.3), stddev_init=0.01, estimator='shared', biases=True, temperature=0.1)
     >>> parse_method("Rank2")
     Traceback (most recent call last):
         ...
     slimbayes.verbs.method_text.SpecError: unknown method 'Rank2'; did you mean 'Rank1'? Known: Rank1, ...
     """
+    return _parsed(text, stored=False)
+
+
+def parse_stored(text: str) -> Method:
+    """The method of a text in a file, or of a paper's experiment: options that it leaves out have the papers' values.
+
+    They were the defaults when texts were written with gaps; ``full_text`` has none.
+
+    >>> parse_stored("Rank1(components=2)") == parse_method("Rank1.paper(components=2)")
+    True
+    """
+    return _parsed(text, stored=True)
+
+
+def full_text(method: str | Method) -> str:
+    """A method as a text that names every option, and so means the same whatever the defaults will be.
+
+    >>> full_text("BatchEnsemble(8)")
+    'BatchEnsemble(components=8, random_sign_init=-0.5)'
+    """
+    return repr(parse_method(method) if isinstance(method, str) else method)
+
+
+def _parsed(text: str, stored: bool) -> Method:
     if not isinstance(text, str):
         raise SpecError(f"a method is a text such as 'Rank1(components=4)', got {text!r}")
     name, arguments, options = named_call(text, "method")
+    name, _, variant = name.partition(".")
     if name not in METHODS:
         raise SpecError(unknown_name("method", name, METHODS))
+    kind = METHODS[name]
+    papers = [f"{other}.paper" for other in METHODS if hasattr(METHODS[other], "paper")]
+    if variant and f"{name}.{variant}" not in papers:
+        raise SpecError(
+            f"{_shorten(text)}: after a dot stands paper, for the papers' values: {', '.join(papers)}"
+        )
     try:
-        return METHODS[name](*arguments, **options)
+        given = inspect.signature(kind).bind(*arguments, **options).arguments
+        return (as_written(kind) if stored or variant else kind)(**given)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:  # prior=5 has no distribution
         raise SpecError(f"{_shorten(text)}: {shortened(error)}") from error
 
@@ -50,10 +84,11 @@ def named_call(text: str, what: str) -> tuple[str, list[Any], dict[str, Any]]:
         )
     try:
         node = ast.parse(text.strip(), mode="eval").body
-        if isinstance(node, ast.Name):
-            return node.id, [], {}
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            return node.func.id, [_value(argument) for argument in node.args], _options(node)
+        called = node.func if isinstance(node, ast.Call) else node
+        name = ast.unparse(called) if isinstance(called, ast.Name | ast.Attribute) else ""
+        if all(part.isidentifier() for part in name.split(".")):
+            call = node if isinstance(node, ast.Call) else ast.Call(called, [], [])
+            return name, [_value(argument) for argument in call.args], _options(call)
     except (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise SpecError(f"the {what} {_shorten(text)} cannot be read: {str(error)[:200]}") from error
     raise SpecError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ __all__ = [
     "Shared",
     "Traits",
     "add_component_axis",
+    "as_written",
     "check_choice",
     "check_count",
     "check_flag",
@@ -40,8 +42,9 @@ __all__ = [
     "no_local",
 ]
 
-# Metadata of an option that came after the first checkpoints: written down only where it is not its default, which must
-# stay what it is. What was saved without it is then the same method, to be loaded and resumed as before.
+# Metadata of an option that came after the first checkpoints: written down only where it is not the papers' value,
+# which it has where it is left out (``as_written``). What was saved without it is then the same method, to be loaded
+# and resumed as before.
 LATER = {"later": True}
 
 
@@ -99,6 +102,7 @@ class Traits:
     (None: all). ``trains_base=False`` freezes all but the new parameters. With ``randomizes_weight`` the
     weight itself is random, so that layers tied to it must follow. ``shared_prior`` is the prior of the
     parameters that no rule converted. Where a method is not ``noisy``, samples of one component are copies.
+    ``temperature`` multiplies the KL of the layers in ``elbo``.
     """
 
     components: int = 1
@@ -107,10 +111,16 @@ class Traits:
     randomizes_weight: bool = False
     shared_prior: Prior | None = None
     noisy: bool = True
+    temperature: float = 1.0
 
 
 class Method(ABC):
     """One way to make a layer Bayesian."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not all(item.name in state for item in fields(self)):  # type: ignore[arg-type]
+            state = {**as_written(type(self))().__dict__, **state}  # a pickle of an older version
+        self.__dict__.update(state)
 
     @property
     @abstractmethod
@@ -128,6 +138,15 @@ class Method(ABC):
     @abstractmethod
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """Give a retyped layer its new parameters and return its rule."""
+
+
+def as_written(kind: type[Method]) -> Callable[..., Method]:
+    """What makes a method from the options that a file names: those it leaves out have the papers' values.
+
+    They were the defaults of the versions whose files leave options out; today's defaults may be others.
+    """
+    made: Callable[..., Method] = getattr(kind, "paper", kind)
+    return made
 
 
 def needs_linear(method: str, layer: type[Converted] | type[Several]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from slimbayes.core.kl import check_pair
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.layers.table import is_weighted
 from slimbayes.core.methods.base import (
+    LATER,
     Method,
     Outline,
     Shared,
@@ -21,6 +23,7 @@ from slimbayes.core.methods.base import (
     check_choice,
     check_count,
     check_flag,
+    check_least,
     check_positive,
     check_prior,
     needs_linear,
@@ -41,7 +44,7 @@ class MeanField(Method):
 
     ``estimator``: "shared" (one weight sample per draw), "flipout" (random signs per example) or "local"
     (sampled pre-activations; an approximation for convolutions). ``tied_mean`` puts the prior's mean at the
-    posterior's, so that only σ is penalised. ``stddev_max`` caps σ.
+    posterior's, so that only σ is penalised. ``stddev_max`` caps σ. ``temperature`` multiplies the KL in ``elbo``.
 
     >>> MeanField(estimator="flipout").prior
     Normal(loc=0.0, scale=1.0)
@@ -53,8 +56,10 @@ class MeanField(Method):
     biases: bool = True
     tied_mean: bool = False
     stddev_max: float | None = None
+    temperature: float = field(default=1.0, metadata=LATER)
 
     def __post_init__(self) -> None:
+        check_least("temperature", self.temperature)
         check_choice("estimator", self.estimator, ESTIMATORS)
         check_positive("stddev_init", self.stddev_init, optional=False)
         check_positive("stddev_max", self.stddev_max)
@@ -64,13 +69,28 @@ class MeanField(Method):
         if self.stddev_max is not None and self.stddev_max < self.stddev_init:
             raise ValueError(f"stddev_max={self.stddev_max} is below stddev_init={self.stddev_init}")
         if self.tied_mean and not isinstance(self.prior, priors.Normal | priors.HeNormal):
-            raise ValueError(f"tied_mean needs a Normal or HeNormal prior, got {self.prior!r}")
+            raise ValueError(
+                f"tied_mean needs a Normal or HeNormal prior, got {self.prior!r}: give prior=sb.Normal(0.0, 1.0)"
+            )
         check_pair(d.Normal, type(self.prior.distribution(torch.ones(1))))
+
+    @classmethod
+    def paper(cls, **overrides: Any) -> MeanField:
+        """With the values of the experiments that we repeat; they stay what they are when defaults change.
+
+        >>> MeanField.paper(estimator="flipout").prior
+        Normal(loc=0.0, scale=1.0)
+        """
+        values: dict[str, Any] = {
+            "prior": priors.Normal(0.0, 1.0), "stddev_init": 0.01, "estimator": "shared", "biases": True,
+            "tied_mean": False, "stddev_max": None, "temperature": 1.0,
+        }  # fmt: skip
+        return cls(**{**values, **overrides})
 
     @property
     def traits(self) -> Traits:
         """What conversion and draws need to know."""
-        return Traits(randomizes_weight=True)
+        return Traits(randomizes_weight=True, temperature=self.temperature)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""
@@ -97,7 +117,8 @@ class MeanField(Method):
 class KTied(Method):
     """Normals over the weights whose standard deviations are σ = U Vᵀ of rank k; biases are mean-field.
 
-    "local" computes the variance of a Linear layer by k(k+1)/2 thin products.
+    "local" computes the variance of a Linear layer by k(k+1)/2 thin products. ``temperature`` multiplies the KL in
+    ``elbo``.
 
     >>> KTied(rank=2).rank
     2
@@ -108,19 +129,34 @@ class KTied(Method):
     stddev_init: float = 0.01
     estimator: str = "shared"
     biases: bool = True
+    temperature: float = field(default=1.0, metadata=LATER)
 
     def __post_init__(self) -> None:
+        check_least("temperature", self.temperature)
         check_count("rank", self.rank)
         check_choice("estimator", self.estimator, ESTIMATORS)
         check_positive("stddev_init", self.stddev_init, optional=False)
         check_flag("biases", self.biases)
-        if not isinstance(self.prior, priors.Normal | priors.HeNormal):
-            raise ValueError(f"KTied needs a Normal or HeNormal prior, got {self.prior!r}")
+        if not isinstance(self.prior, priors.Normal | priors.HeNormal | priors.EmpiricalNormal):
+            raise ValueError(f"KTied needs a Normal, HeNormal or EmpiricalNormal prior, got {self.prior!r}")
+
+    @classmethod
+    def paper(cls, **overrides: Any) -> KTied:
+        """With the paper's values, which stay what they are when defaults change.
+
+        >>> KTied.paper(rank=3).prior
+        Normal(loc=0.0, scale=0.3)
+        """
+        values: dict[str, Any] = {
+            "rank": 2, "prior": priors.Normal(0.0, 0.3), "stddev_init": 0.01, "estimator": "shared", "biases": True,
+            "temperature": 1.0,
+        }  # fmt: skip
+        return cls(**{**values, **overrides})
 
     @property
     def traits(self) -> Traits:
         """What conversion and draws need to know."""
-        return Traits(randomizes_weight=True)
+        return Traits(randomizes_weight=True, temperature=self.temperature)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""

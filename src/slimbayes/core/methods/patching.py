@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -134,6 +135,11 @@ def _matches(item: Patch, name: str, module: nn.Module, outline: Outline) -> boo
     return name == item
 
 
+_PAPER: dict[str, Any] = {
+    "components": 5, "patch": ("norm", "output"), "learn_mixing": False, "prior_precision": None, "init_noise": 0.0,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class EMP(_Patching):
     """Ensemble model patching: one index z ~ Categorical(p) per patched layer and draw.
@@ -151,6 +157,15 @@ class EMP(_Patching):
 
     own_statistics: bool = False
 
+    @classmethod
+    def paper(cls, **overrides: Any) -> EMP:
+        """With the paper's values, which stay what they are when defaults change.
+
+        >>> EMP.paper(components=2).patch
+        ('norm', 'output')
+        """
+        return cls(**{**_PAPER, "own_statistics": False, **overrides})
+
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """Give the layer K versions of its tensors and one index."""
         return self._attach(layer, name, shared, per_element=False, own_statistics=self.own_statistics)
@@ -165,6 +180,15 @@ class ECMP(_Patching):
     >>> ECMP().components
     5
     """
+
+    @classmethod
+    def paper(cls, **overrides: Any) -> ECMP:
+        """With the paper's values, which stay what they are when defaults change.
+
+        >>> ECMP.paper().components
+        5
+        """
+        return cls(**{**_PAPER, **overrides})
 
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """Give the layer K versions of its tensors and an index per element."""

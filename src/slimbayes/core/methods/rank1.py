@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from slimbayes.core.methods.base import (
     check_choice,
     check_count,
     check_flag,
+    check_least,
     check_positive,
     check_prior,
     needs_linear,
@@ -69,7 +71,8 @@ class Rank1(Method):
     ``dropout_rate`` p starts σ at sqrt(p/(1 − p)). ``kl_reduction``: "sum" over components as the reference,
     "mean" (the convexity bound), or "monte_carlo" (the KL of the joint mixture). ``clip`` bounds samples.
     ``random``: which of the factors have a distribution, "both", "input" (s) or "output" (r); the other is a point
-    estimate for each component, as BatchEnsemble's: trained, without noise and KL.
+    estimate for each component, as BatchEnsemble's: trained, without noise and KL. ``temperature`` multiplies the KL in
+    ``elbo``.
 
     >>> Rank1(components=2, posterior="cauchy").prior is None
     True
@@ -87,8 +90,10 @@ class Rank1(Method):
     components_per_step: int | None = None
     train_base: bool = True
     random: str = field(default="both", metadata=LATER)
+    temperature: float = field(default=1.0, metadata=LATER)
 
     def __post_init__(self) -> None:
+        check_least("temperature", self.temperature)
         check_count("components", self.components)
         check_choice("posterior", self.posterior, tuple(FAMILIES))
         check_choice("factors", self.factors, SIDES)
@@ -118,10 +123,29 @@ class Rank1(Method):
                 )
         if self.random != "both":
             self._check_random()
+        if self.kl_reduction == "monte_carlo" and isinstance(self.prior, priors.EmpiricalNormal):
+            raise ValueError(
+                f"kl_reduction='monte_carlo' needs the density of a prior that is the same for all samples, and "
+                f"{self.prior!r} follows the posterior; use kl_reduction='sum' or 'mean', or prior=sb.Normal(1.0, 0.1)"
+            )
         if self.posterior != "delta":
             one = torch.ones(1)
             q = type(FAMILIES[self.posterior].posterior(one)(one))
             check_pair(q, type(self._prior().distribution(one)))
+
+    @classmethod
+    def paper(cls, **overrides: Any) -> Rank1:
+        """With the paper's values, which stay what they are when defaults change.
+
+        >>> Rank1.paper(components=2).kl_reduction
+        'sum'
+        """
+        values: dict[str, Any] = {
+            "components": 4, "posterior": "normal", "prior": None, "factors": "both", "perturbation": "multiplicative",
+            "random_sign_init": -0.5, "dropout_rate": 1e-3, "kl_reduction": "sum", "clip": 10.0,
+            "components_per_step": None, "train_base": True, "random": "both", "temperature": 1.0,
+        }  # fmt: skip
+        return cls(**{**values, **overrides})
 
     def _check_random(self) -> None:
         if self.posterior == "delta":
@@ -140,7 +164,7 @@ class Rank1(Method):
         """What conversion and draws need to know."""
         return Traits(
             components=self.components, step_components=self.components_per_step, trains_base=self.train_base,
-            noisy=self.posterior != "delta",
+            noisy=self.posterior != "delta", temperature=self.temperature,
         )  # fmt: skip
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:

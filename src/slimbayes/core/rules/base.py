@@ -103,6 +103,7 @@ class Rule(nn.Module, ABC):
     components: int = 1  # into which it takes the rows to be divided
     drops: bool = False  # dropout of the layer's own is part of the draw
     constant_row: int | None = None  # of the weight: never random, and in no KL (an embedding's padding)
+    kl_temperature: float = 1.0  # what ``elbo`` multiplies its KL by: the method's ``traits.temperature``
 
     @abstractmethod
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:

@@ -44,18 +44,18 @@ CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender("batchensemble", "BatchEnsemble, K=4", "BatchEnsemble(components=4)"),
-        Contender("rank1", "Rank1 normal, K=4, per example", "Rank1(components=4)"),
+        Contender("rank1", "Rank1 normal, K=4, per example", "Rank1.paper(components=4)"),
         Contender(
-            "rank1-cauchy", "Rank1 Cauchy, K=4, per example", "Rank1(components=4, posterior='cauchy')"
+            "rank1-cauchy", "Rank1 Cauchy, K=4, per example", "Rank1.paper(components=4, posterior='cauchy')"
         ),
-        Contender("rank1-shared", "Rank1 normal, K=4, shared noise", "Rank1(components=4)", "shared"),
-        Contender("meanfield-shared", "MeanField, shared sample", "MeanField()"),
-        Contender("meanfield-flipout", "MeanField, flipout", "MeanField(estimator='flipout')"),
-        Contender("meanfield-local", "MeanField, local", "MeanField(estimator='local')"),
-        Contender("ktied-shared", "KTied k=2, shared sample", "KTied(rank=2)"),
-        Contender("ktied-local", "KTied k=2, local", "KTied(rank=2, estimator='local')"),
-        Contender("emp", "EMP, K=5", "EMP(components=5)"),
-        Contender("ecmp", "ECMP, K=5", "ECMP(components=5)"),
+        Contender("rank1-shared", "Rank1 normal, K=4, shared noise", "Rank1.paper(components=4)", "shared"),
+        Contender("meanfield-shared", "MeanField, shared sample", "MeanField.paper()"),
+        Contender("meanfield-flipout", "MeanField, flipout", "MeanField.paper(estimator='flipout')"),
+        Contender("meanfield-local", "MeanField, local", "MeanField.paper(estimator='local')"),
+        Contender("ktied-shared", "KTied k=2, shared sample", "KTied.paper(rank=2)"),
+        Contender("ktied-local", "KTied k=2, local", "KTied.paper(rank=2, estimator='local')"),
+        Contender("emp", "EMP, K=5", "EMP.paper(components=5)"),
+        Contender("ecmp", "ECMP, K=5", "ECMP.paper(components=5)"),
         Contender("mcdropout", "MCDropout", "MCDropout(rate=0.1)"),
         Contender("dropconnect", "DropConnect", "DropConnect(rate=0.1)"),
         Contender("deepensemble", "DeepEnsemble, 4 members", "DeepEnsemble(members=4)"),

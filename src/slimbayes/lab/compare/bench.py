@@ -103,7 +103,7 @@ class Bench:
             config.pop(name)
         content = [
             config,
-            dataclasses.asdict(contender),
+            contender.to_dict(),
             seed,
             self.facts.fingerprint,
             self.ood and self.ood.name,

@@ -43,7 +43,7 @@ def network(name: str) -> nn.Module:
 def converted(name: str, method: Method, include: Any = None) -> Summary:
     """The summary of one of the paper's networks after a conversion.
 
-    >>> converted("ResNet-18", EMP(5, patch=("norm",))).overhead * 100  # doctest: +ELLIPSIS
+    >>> converted("ResNet-18", EMP.paper(components=5, patch=("norm",))).overhead * 100  # doctest: +ELLIPSIS
     0.3285...
     """
     with torch.device("meta"):
@@ -61,8 +61,8 @@ def methods(name: str) -> dict[str, tuple[Method, Any]]:
     """
     dropped = None if name in (MLP, _NORMED) else _NORMS
     return {
-        "EMP": (EMP(COMPONENTS), None),
-        "ECMP": (ECMP(COMPONENTS), None),
+        "EMP": (EMP.paper(components=COMPONENTS), None),
+        "ECMP": (ECMP.paper(components=COMPONENTS), None),
         "Dropout": (MCDropout(0.005), dropped),
         "DropConnect": (DropConnect(0.005), None),
         "Explicit ensemble": (DeepEnsemble(COMPONENTS), None),
@@ -154,7 +154,7 @@ def table1(session: Session, setting: str) -> Outcome:
     for name in (RESNET, PYRAMID):
         base = sum(p.numel() for p in network(name).parameters())
         numbers = {
-            "Mean-field Gaussian": converted(name, MeanField(), _everything).parameters,
+            "Mean-field Gaussian": converted(name, MeanField.paper(), _everything).parameters,
             "PBP": PBP * base,
             "MNFG": MNFG * base,
             "Dropout": converted(name, *methods(name)["Dropout"]).parameters,
@@ -181,7 +181,7 @@ def table1(session: Session, setting: str) -> Outcome:
 
 def _norms_alone() -> dict[str, Any]:
     """Table 4 has the overhead of ResNet-18 whose norms alone are patched."""
-    value = 100 * converted(RESNET, EMP(COMPONENTS, patch=("norm",))).overhead
+    value = 100 * converted(RESNET, EMP.paper(components=COMPONENTS, patch=("norm",))).overhead
     words = "EMP with the norms alone patched, ResNet-18 overhead: the three digits of Table 4"
     return check(words, three_digits(value) == 0.328, value, "0.328")
 

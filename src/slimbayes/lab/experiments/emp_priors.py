@@ -98,7 +98,7 @@ def _fill(layer: nn.Module, prior: Prior) -> None:
 
 def whole(prior: Prior) -> nn.Module:
     """The network itself, whose functions tend to a Gaussian process: one deterministic draw."""
-    return bayesianize(_network(prior), EMP(1, patch=("input", "output")))
+    return bayesianize(_network(prior), EMP.paper(components=1, patch=("input", "output")))
 
 
 def dropped(prior: Prior) -> nn.Module:
@@ -115,7 +115,7 @@ def dropped(prior: Prior) -> nn.Module:
 
 def patched(prior: Prior) -> nn.Module:
     """Both layers in K components, each from the prior."""
-    network = bayesianize(_network(prior), EMP(prior.components, patch=("input", "output")))
+    network = bayesianize(_network(prior), EMP.paper(components=prior.components, patch=("input", "output")))
     for layer in (network[0], network[2]):
         _fill(layer, prior)
     return network

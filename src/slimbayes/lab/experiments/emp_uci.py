@@ -23,7 +23,7 @@ from slimbayes.lab.experiments.emp_regressions import SETS
 from slimbayes.lab.experiments.session import Session, read_json
 from slimbayes.lab.models.text import network_builder
 from slimbayes.training import Training, fit_many, mixed_seed
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 from slimbayes.verbs.provenance import commit, hardware, now
 
 MEMBERS = 5
@@ -147,7 +147,7 @@ def build(label: str, size: Size, data: Dataset, split: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mixed_seed(split, 5))
         network = network_builder(network_of(label, size))(data.shape, data.num_outputs)
-        return bayesianize(network, parse_method(METHODS[label]))
+        return bayesianize(network, parse_stored(METHODS[label]))
 
 
 def measure(session: Session, job: Job) -> float:

@@ -112,7 +112,7 @@ class Setting:
     """One network on one data set, as the paper trained and tested it.
 
     ``network`` is a text as ``slimbayes train --network`` takes it, ``methods`` maps row labels to method texts
-    (``slimbayes.verbs.method_text.parse_method``). ``training`` holds the paper's hyper-parameters under the names of
+    (``slimbayes.verbs.method_text.parse_stored``). ``training`` holds the paper's hyper-parameters under the names of
     ``slimbayes.Training`` where it has them; a tuple is a grid from which the paper chose on validation data, a list
     is one value. The paper's errata are applied here, while printed numbers stay as they were printed.
     """

@@ -207,8 +207,8 @@ def counts(session: Session, setting: str) -> Outcome:
     m, n = 784, 400
     outcome = Outcome()
     table = Table("counts", f"Variational parameters of a {m}×{n} matrix", ("parameters",))
-    families: dict[str, Method] = {"Mean-field": MeanField(biases=False)}
-    families |= {f"{k}-tied": KTied(rank=k, biases=False) for k in RANKS}
+    families: dict[str, Method] = {"Mean-field": MeanField.paper(biases=False)}
+    families |= {f"{k}-tied": KTied.paper(rank=k, biases=False) for k in RANKS}
     wanted = {"Mean-field": 2 * m * n} | {f"{k}-tied": m * n + k * (m + n) for k in RANKS}
     for label, method in families.items():
         layer = bayesianize(nn.Linear(m, n, bias=False), method)

@@ -56,8 +56,8 @@ def _times(session: Session, width: int, rows: int, captured: bool) -> dict[str,
     x, y = torch.rand(rows, 784, device=device), torch.randint(10, (rows,), device=device)
     methods = {
         "Point estimate": None,
-        "Mean-field": MeanField(prior=Normal(0.0, 0.3)),
-        "2-tied": KTied(rank=2),
+        "Mean-field": MeanField.paper(prior=Normal(0.0, 0.3)),
+        "2-tied": KTied.paper(rank=2),
     }
     steps = {}
     for label, method in methods.items():

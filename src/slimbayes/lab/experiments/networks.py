@@ -16,7 +16,7 @@ from slimbayes.lab.data import Dataset, RecordDataset, Scaling, Split
 from slimbayes.lab.models.text import network_builder
 from slimbayes.training import Training, mixed_seed
 from slimbayes.verbs.checkpoint import CheckpointError
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 MODEL = "model.safetensors"
 
@@ -72,10 +72,10 @@ class Recipe:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(mixed_seed(seed, 5))
             network = network_builder(self.network)(shape, outputs)
-            method = parse_method(self.method)
+            method = parse_stored(self.method)
             if self.rest is None:
                 return bayesianize(network, method, include=self.tied)
-            return bayesianize(network, [(self.tied, method), (None, parse_method(self.rest))])
+            return bayesianize(network, [(self.tied, method), (None, parse_stored(self.rest))])
 
     def parameters(self, shape: tuple[int, ...], outputs: int) -> int:
         """Trained parameters of its networks, counted without their memory."""

@@ -22,7 +22,7 @@ from slimbayes.lab.experiments.catalogue import find
 from slimbayes.lab.experiments.entry import Experiment, Printed, Setting
 from slimbayes.lab.experiments.outcome import check
 from slimbayes.lab.models.text import network_builder
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 SHAPES = {
     "cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100), "imagenet": ((3, 224, 224), 1000),
@@ -71,7 +71,7 @@ def parameters_of(setting: Setting, label: str) -> int:
 def _count(text: str, data: str, method: str) -> int:
     plain = network(Setting("counted", text, data, {}, {}))
     with torch.device("meta"):
-        return sum(p.numel() for p in bayesianize(plain, parse_method(method)).parameters())
+        return sum(p.numel() for p in bayesianize(plain, parse_stored(method)).parameters())
 
 
 def counts(name: str) -> dict[str, int]:
@@ -106,7 +106,7 @@ def closed_form(setting: Setting, label: str) -> int | None:
     >>> closed_form(imagenet()[2], "Rank-1 Gaussian"), closed_form(imagenet()[1], "BatchEnsemble")
     (25977144, 25768588)
     """
-    method = parse_method(setting.methods[label])
+    method = parse_stored(setting.methods[label])
     if not isinstance(method, Rank1 | BatchEnsemble):
         return None
     base = sum(p.numel() for p in network(setting).parameters())
@@ -122,7 +122,7 @@ def overhead(setting: Setting, components: int, spreads: int = 2) -> float:
     >>> [round(overhead(imagenet()[2], k), 2) for k in (1, 4, 10)], round(overhead(imagenet()[2], 10, 1), 2)
     ([0.41, 1.64, 4.12], 2.08)
     """
-    method = Rank1(components=components) if spreads == 2 else BatchEnsemble(components=components)
+    method = Rank1.paper(components=components) if spreads == 2 else BatchEnsemble(components=components)
     base = sum(p.numel() for p in network(setting).parameters())
     with torch.device("meta"):
         found = sum(p.numel() for p in bayesianize(network(setting), method).parameters())
@@ -182,7 +182,7 @@ def _printed_check(entry: Experiment, printed: Printed, label: str, number: int)
 
 
 def _multiple(setting: Setting, label: str) -> str:
-    return "2 K" if isinstance(parse_method(setting.methods[label]), Rank1) else "K"
+    return "2 K" if isinstance(parse_stored(setting.methods[label]), Rank1) else "K"
 
 
 def _table(name: str) -> tuple[Experiment, Printed]:

@@ -53,7 +53,7 @@ from slimbayes.lab.experiments.rank1_words import deviations, title
 from slimbayes.lab.experiments.runner import Paper, Runner
 from slimbayes.lab.experiments.session import Session
 from slimbayes.training import predicted_spread
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 _CORRUPTED = {"c_nll": "NLL under corruption", "c_ece": "ECE under corruption"}
 LAST = 0.2  # of the run: the looks from which Figure 5 is drawn
@@ -206,7 +206,7 @@ _NOISY = tuple(f"p = {rate:g}" for rate in NOISY)
 
 def first_scales(session: Session, setting: str) -> Outcome:
     """Figure 5 of arXiv v1: rates at which the factors' noise begins, the setting's own and larger ones."""
-    own = parse_method(recipe(session, setting, GAUSSIAN).method)
+    own = parse_stored(recipe(session, setting, GAUSSIAN).method)
     assert isinstance(own, Rank1)
     first = f"p = {own.dropout_rate:g}"
     ahead = {"nll": "NLL", "accuracy": "accuracy"}

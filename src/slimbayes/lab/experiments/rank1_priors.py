@@ -22,7 +22,7 @@ from slimbayes.core import priors
 from slimbayes.lab.experiments.outcome import Outcome, Table, check, curve
 from slimbayes.lab.experiments.rank1_settings import cauchy, gaussian
 from slimbayes.lab.experiments.session import Session
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 DEGREES = 3.0  # of freedom: the fewest whole ones with a finite variance
 _SAMPLES = {"smoke": 20_000, "desk": 1_000_000, "gpu": 1_000_000, "paper": 4_000_000}
@@ -68,7 +68,7 @@ def trained() -> dict[str, Prior]:
     [Normal(loc=1, scale=0.1), Cauchy(loc=1, scale=0.1)]
     """
     texts = {"Normal r around 1, as trained": gaussian(), "Cauchy r around 1, as trained": cauchy()}
-    methods: dict[str, Any] = {label: parse_method(text) for label, text in texts.items()}
+    methods: dict[str, Any] = {label: parse_stored(text) for label, text in texts.items()}
     return {label: method.prior for label, method in methods.items()}
 
 

@@ -18,7 +18,7 @@ from slimbayes.lab.experiments.networks import Prepared, Recipe, Trained
 from slimbayes.lab.experiments.rank1_probes import progress
 from slimbayes.lab.experiments.session import Session, with_precision
 from slimbayes.training import Training
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 MAIN, MORE, ABLATIONS, WIDE = "cifar10", "cifar100", "cifar10-ablations", "cifar10-wide"
 TUNING, SHARED = "cifar10-tuning", "cifar10-shared"  # searches on held-out images
@@ -250,7 +250,7 @@ def training_of(row: Row, epochs: int, batch_size: int | None = None, **options:
     paper = row.setting.training
     size: int = batch_size or paper["batch_size"]
     # The loss averages over members: with so many times the rate, and the penalty over it, each trains as if alone.
-    members = getattr(parse_method(row.method), "members", 1)
+    members = getattr(parse_stored(row.method), "members", 1)
     values: dict[str, Any] = {
         **paper, "epochs": epochs, "batch_size": size, "lr": members * paper["lr"] * (size / paper["batch_size"]),
         "l2": paper["l2"] / members, "warmup": min(paper["warmup"], epochs / 4), **options,
@@ -269,7 +269,7 @@ def split_options(row: Row, lr: float) -> dict[str, Any]:
     >>> split_options(rows_of("cifar10")["Deterministic"], 0.2)
     {'lr': 0.2}
     """
-    method = parse_method(row.method)
+    method = parse_stored(row.method)
     if getattr(method, "components", 1) == 1:
         return {"lr": lr * getattr(method, "members", 1)}  # see training_of
     paper = row.setting.training

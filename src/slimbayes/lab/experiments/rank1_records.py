@@ -20,7 +20,7 @@ from slimbayes.lab.experiments.session import Session
 from slimbayes.metrics import auroc
 from slimbayes.training import Training, mixed_seed
 from slimbayes.verbs.evaluation import assess
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 PHYSIONET, MIMIC = "physionet", "mimic"
 GAUSSIAN, CAUCHY = settings.GAUSSIAN, settings.CAUCHY
@@ -128,7 +128,7 @@ def recipe(session: Session, setting: str, label: str) -> Recipe:
     """The recipe of a row: Adam at a constant rate, and the weights of the best epoch by validation NLL."""
     size, way = size_of(setting, session.scale), WAYS[label]
     # The loss averages over members: with the penalty and the bound over it, each trains as if alone.
-    members = 1 if way.layers is None else getattr(parse_method(way.layers), "members", 1)
+    members = 1 if way.layers is None else getattr(parse_stored(way.layers), "members", 1)
     training = Training(
         accelerator=session.device.type, epochs=size.epochs, batch_size=size.batch_size, optimizer="adam", lr=size.lr,
         schedule="constant", l2=1e-4 / members, clip_norm=7.29199 / math.sqrt(members), kl_annealing=0.8,

@@ -159,7 +159,7 @@ def exact_factors(problem: Problem) -> dict[str, float]:
         linear = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
         linear.weight.data = weight.clone()
         layers += [linear, nn.Tanh()]
-    model = bayesianize(nn.Sequential(*layers), Rank1(components=1, factors="input"))
+    model = bayesianize(nn.Sequential(*layers), Rank1.paper(components=1, factors="input"))
     converted: list[Any] = [module for module in model if hasattr(module, "weight")]
     factors = [module.bayes.s.loc for module in converted]
     for factor in factors:

@@ -21,7 +21,7 @@ from slimbayes.lab.experiments.catalogue import find
 from slimbayes.lab.experiments.entry import Experiment, Printed, Setting
 from slimbayes.lab.experiments.outcome import Outcome, Table, check
 from slimbayes.lab.experiments.session import Session
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 Values = dict[str, float]
 ORDINALS = ("first", "second", "third")
@@ -34,7 +34,7 @@ _RUN_FOR = 200  # the epochs of which the printed 80, 160 and 180 are drops
 def rank1_of(setting: Setting) -> Rank1:
     """The one method of a setting."""
     (text,) = setting.methods.values()
-    method = parse_method(text)
+    method = parse_stored(text)
     assert isinstance(method, Rank1)
     return method
 
@@ -43,7 +43,7 @@ def factor_values(method: Rank1) -> Values:
     """What the three tables have of the factors: components, prior and start.
 
     >>> from slimbayes.lab.experiments.rank1_settings import gaussian
-    >>> list(factor_values(parse_method(gaussian())).values())
+    >>> list(factor_values(parse_stored(gaussian())).values())
     [4.0, 1.0, 0.1, 0.001, -0.5]
     """
     prior: Any = method.prior

@@ -32,7 +32,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _LOG_PRECISION_LIMIT = 20.0
 _SHARE = 10.0  # of a run: the running mean of residuals is over its last tenth
 _LEAST_WEIGHT = 1e-3  # of a batch in that mean
-_LEAST = 1e-30  # of a variance
+_LEAST = 1e-30  # of a scale of variances
 _ROUNDS, _CLOSE = 500, 1e-5  # of expectation maximisation
 
 
@@ -313,7 +313,7 @@ class Gaussian(Likelihood):
             self.register_buffer("residual", torch.full(shape, 1 / self.precision))  # running mean of (y − f)²
             self.register_buffer("batches", torch.zeros((), dtype=torch.int64))  # that it has seen
         if learn == "per_example":
-            self.register_buffer("offset", torch.zeros(()))  # of log τ, found by ``fit_noise``
+            self.register_buffer("log_precision", torch.zeros(()))  # added to the network's, by ``fit_noise``
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """nn.Module's; files from before have no buffers, and start anew where they are trained on."""
@@ -380,8 +380,9 @@ class Gaussian(Likelihood):
         """Move the running mean by one batch; log τ."""
         outputs = self.log_precision.dim()
         old, batches = self.residual.to(square.dtype), self.batches + 1
-        # An error below a millionth of the targets is rounding.
-        least = 1e-12 * _mean_of_rows(targets.square().unsqueeze(0), counts[:1], outputs) + _LEAST
+        # Without noise the mean would tend to 0 and its inverse overflow: at least a ten-thousandth of the targets.
+        size = _mean_of_rows(targets.square().unsqueeze(0), torch.ones_like(counts[:1]), outputs)
+        least = torch.where(size > 0, 1e-8 * size, math.exp(-_LOG_PRECISION_LIMIT))
         found = _mean_of_rows(square, counts, outputs).maximum(least)
         weight = (_SHARE / (batches.to(old.dtype) + (_SHARE - 1))).clamp(min=_LEAST_WEIGHT)
         moved = old + weight * (found - old)
@@ -394,8 +395,10 @@ class Gaussian(Likelihood):
         return new
 
     @torch.no_grad()
-    def fit_noise(self, predicted: Predictive | Tensor, targets: Tensor) -> Gaussian:
-        """Scale the noise to the least nll of held-out targets; returns itself.
+    def fit_noise(
+        self, predicted: Predictive | Tensor, targets: Tensor, weights: Tensor | None = None
+    ) -> Gaussian:
+        """Scale the noise to the least nll of held-out targets, with ``weights`` [B] of rows; returns itself.
 
         c = argmin −Σ_b log (1/D) Σ_d N(y_b; f_db, c/τ_db), one for each of several ``outputs``: residuals on rows that
         were trained on understate the noise where a network overfits. By expectation maximisation,
@@ -407,25 +410,26 @@ class Gaussian(Likelihood):
         """
         draws = predicted if isinstance(predicted, Tensor) else predicted.draws
         self.check(draws, targets)
-        loc, log_precision = (part.double() for part in self.components(draws))
+        wide = torch.float32 if draws.device.type == "mps" else torch.float64  # MPS has no float64
+        loc, log_precision = (part.to(wide) for part in self.components(draws))
         square = (targets.to(loc).view(loc.shape[1:]) - loc).square()
         outputs = self.log_precision.dim() if self.learn == "global" else 0
-        counts = loc.new_ones(loc.shape[:2])
+        counts = loc.new_ones(loc.shape[1]) if weights is None else weights.to(loc)
+        prior = loc.new_zeros(len(loc), 1)
         if not isinstance(predicted, Tensor) and predicted._weights is not None:
-            counts = counts * predicted._weights.to(counts).unsqueeze(1)
+            prior = predicted._weights.to(prior).log().unsqueeze(1)
         shift = loc.new_zeros(loc.shape[-1:] if outputs else ())  # of log τ
         for _ in range(_ROUNDS):
             precision = log_precision + shift
-            share = (_log_density(square, precision) + counts.log()).softmax(0)
-            found = _mean_of_rows(square * precision.exp(), share / share.mean(), outputs)
-            shift = shift - found.clamp(min=_LEAST).log()
-            if float((found - 1).abs().max()) < _CLOSE:
+            share = counts * (_log_density(square, precision) + prior).softmax(0)  # [D, B]
+            found = _mean_of_rows(square * precision.exp(), share / share.mean(), outputs).clamp(min=_LEAST)
+            shift = shift - found.log()
+            if float(found.log().abs().max()) < _CLOSE:
                 break
         if self.learn == "fixed":
             self.precision *= math.exp(shift)
         else:
-            noise = self.log_precision if self.learn == "global" else self.offset
-            noise += shift.to(noise)
+            self.log_precision += shift.to(self.log_precision)
         return self
 
     def average_logits(self, draws: Tensor) -> Tensor:
@@ -451,7 +455,7 @@ class Gaussian(Likelihood):
         outputs = _full(draws)
         if self.learn == "per_example":
             loc, log_precision = outputs.chunk(2, dim=-1)  # [D, B, ..., m] each
-            return loc, log_precision.clamp(-_LOG_PRECISION_LIMIT, _LOG_PRECISION_LIMIT) + self.offset
+            return loc, log_precision.clamp(-_LOG_PRECISION_LIMIT, _LOG_PRECISION_LIMIT) + self.log_precision
         if self.learn == "global":
             return outputs, self.log_precision.to(outputs.dtype).expand_as(outputs)
         return outputs, torch.full_like(outputs, math.log(self.precision))

@@ -139,13 +139,13 @@ def fit_noise(run: Run) -> None:
     draws disagree. A few targets would say less than all of training.
     """
     likelihood = run.likelihood
-    if not isinstance(likelihood, Gaussian) or likelihood.learn == "fixed" or run.validation is None:
+    if not isinstance(likelihood, Gaussian) or likelihood.learn == "fixed":
         return
-    if run.fabric.is_global_zero:
+    if run.fabric.is_global_zero and run.validation is not None:
         found = _held_out(run, run.validation)
         if found is not None and len(found[1]) >= LEAST_HELD_OUT:
             likelihood.fit_noise(*found)
-    if run.fabric.world_size > 1:
+    if run.fabric.world_size > 1:  # each has followed its own residuals since the last broadcast of buffers
         own = likelihood.state_dict()
         likelihood.load_state_dict(run.fabric.broadcast({name: value.cpu() for name, value in own.items()}))
 

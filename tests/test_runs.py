@@ -16,7 +16,15 @@ from slimbayes.lab.compare import evaluate_run
 from slimbayes.lab.config import RunConfig, read_config
 from slimbayes.lab.data import DataError
 from slimbayes.lab.predictions import predict_table, write_table
-from slimbayes.lab.runs import Facts, held_out_for_noise, load_run, make_model, precision_of, samples_for, train_run
+from slimbayes.lab.runs import (
+    Facts,
+    held_out_for_noise,
+    load_run,
+    make_model,
+    precision_of,
+    samples_for,
+    train_run,
+)
 from slimbayes.training import Training
 from slimbayes.verbs.checkpoint import CheckpointError
 from slimbayes.verbs.method_text import SpecError
@@ -427,4 +435,6 @@ def test_a_default_run_with_real_targets_holds_out_rows_for_its_noise(tmp_path):
         assert run.config.validation == read_config(RunConfig, folder / "config.yaml").validation == expected
         again, _ = train_run(run.config, folder, progress=False, resume=True)
         assert again.config == run.config
-    assert held_out_for_noise(dataclasses.replace(data, train=data.train[:200])) is None  # too few to say more
+    assert (
+        held_out_for_noise(dataclasses.replace(data, train=data.train[:200])) is None
+    )  # too few to say more

@@ -1,8 +1,8 @@
 """``sb.fit`` against loops written by hand: losses, rates, decay, clipping, logs, and every kind of data."""
 
+import copy
 import csv
 import io
-import copy
 import math
 import random
 import re
@@ -389,7 +389,10 @@ def test_learned_noise_is_fitted_to_the_validation_data(learn):
     else:
         narrow = copy.deepcopy(likelihood)
         narrow.log_precision.data += 1.0
-        nll = [-sb.predict(model, x[360:], likelihood=each).log_prob(y[360:]).mean() for each in (likelihood, narrow)]
+        nll = [
+            -sb.predict(model, x[360:], likelihood=each).log_prob(y[360:]).mean()
+            for each in (likelihood, narrow)
+        ]
         assert share > 0.84 and nll[0] < nll[1]
 
 

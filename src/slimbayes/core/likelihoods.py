@@ -282,6 +282,10 @@ class Gaussian(Likelihood):
             [-2.2258]])
     """
 
+    log_precision: Tensor
+    residual: Tensor
+    batches: Tensor
+
     def __init__(
         self,
         precision: float | None = None,
@@ -310,7 +314,9 @@ class Gaussian(Likelihood):
         if learn == "global":
             shape = () if outputs is None else (outputs,)
             self.log_precision = nn.Parameter(torch.full(shape, math.log(self.precision)))
-            self.register_buffer("residual", torch.full(shape, 1 / self.precision))  # running mean of (y − f)²
+            self.register_buffer(
+                "residual", torch.full(shape, 1 / self.precision)
+            )  # running mean of (y − f)²
             self.register_buffer("batches", torch.zeros((), dtype=torch.int64))  # that it has seen
         if learn == "per_example":
             self.register_buffer("log_precision", torch.zeros(()))  # added to the network's, by ``fit_noise``

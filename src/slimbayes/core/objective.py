@@ -296,9 +296,9 @@ def _nll(
     """The nll, and for the average, where draws are wanted ``apart``, every draw's own loss [draws]."""
     if reduction == "logits":
         draws, reduction, apart = likelihood.average_logits(draws), "average", False
-    follows = getattr(likelihood, "follows", None)
-    if follows is not None and follows(draws):  # its noise is that of these residuals
-        log_prob = likelihood.followed(draws, targets, reduction == "mixture")
+    learner: Any = likelihood if hasattr(likelihood, "follows") else None
+    if learner is not None and learner.follows(draws):  # its noise is that of these residuals
+        log_prob = learner.followed(draws, targets, reduction == "mixture")
     elif reduction == "average" and not apart:
         mean = getattr(likelihood, "mean_nll", None)  # what has a log_prob alone will do
         return -likelihood.log_prob(draws, targets).mean() if mean is None else mean(draws, targets), None

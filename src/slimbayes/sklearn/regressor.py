@@ -104,7 +104,6 @@ class Regressor(RegressorMixin, Estimator):  # type: ignore[misc]
             return Gaussian(learn="per_example"), 2 * self.n_outputs_
         return Gaussian(learn="global", outputs=self.n_outputs_), self.n_outputs_
 
-
     def _calibrate(self, data: Any, validation: Rows | None, generator: Any) -> None:
         """Fit the noise to rows that were not trained on: those of early stopping, or those of a second network.
 
@@ -112,15 +111,18 @@ class Regressor(RegressorMixin, Estimator):  # type: ignore[misc]
         first keeps what it has learned from all rows, and its noise is scaled alike.
         """
         rows, held_out = len(data[0]), _held_out(len(data[0]))
+        likelihood: Any = self.likelihood_
         if not self.calibrate or (validation is None and not 0 < held_out < rows <= _CALIBRATED):
             return
         if validation is not None:
             if len(validation) >= _LEAST:
                 found = self._predicted(validation.inputs)
-                self.likelihood_.fit_noise(found, validation.targets, validation.weights)
+                likelihood.fit_noise(found, validation.targets, validation.weights)
             return
         order = generator.permutation(rows)
-        inner, outer = ([None if v is None else v[i] for v in data] for i in (order[held_out:], order[:held_out]))
+        inner, outer = (
+            [None if v is None else v[i] for v in data] for i in (order[held_out:], order[:held_out])
+        )
         seed = int(generator.randint(np.iinfo(np.int32).max))
         twin = clone(self).set_params(calibrate=False, verbose=False, random_state=seed).fit(*inner)
         X, y, weights = outer
@@ -128,7 +130,7 @@ class Regressor(RegressorMixin, Estimator):  # type: ignore[misc]
         before = twin.likelihood_.log_precision.clone()
         twin.likelihood_.fit_noise(twin._predicted(part.inputs), part.targets, part.weights)
         with torch.no_grad():
-            self.likelihood_.log_precision += twin.likelihood_.log_precision - before
+            likelihood.log_precision += twin.likelihood_.log_precision - before
 
 
 def _held_out(rows: int) -> int:

@@ -70,10 +70,11 @@ def fit(
     ``data``: a pair of tensors (inputs, targets), a slimbayes ``Dataset``, ``Split`` or ``RecordDataset``, a
     DataLoader, or a list of (inputs, targets) batches with ``num_data``. ``validation``: the same (a ``RecordDataset``
     has a part for it), or a fraction to hold out; with ``early_stopping`` the weights of the best validation NLL are
-    put back at the end, and a Gaussian that learns its noise fits it to what was held out (``Gaussian.fit_noise``). ``settings`` is a ``Training``; single ones may be given by name:
-    ``sb.fit(model, data, epochs=10, lr=0.01)``. With a ``folder`` the run writes its state and history there and
-    ``resume=True`` goes on where it stopped, to the same weights. A row of history holds the means over the steps
-    since the row before; there is one every ``log_every`` steps and at the end of an epoch. ``callback(step, row)`` is
+    put back at the end, and a Gaussian that learns its noise has it fitted to these data (``Gaussian.fit_noise``).
+    ``settings`` is a ``Training``; single ones may be given by name: ``sb.fit(model, data, epochs=10, lr=0.01)``. With
+    a ``folder`` the run writes its state and history there and ``resume=True`` goes on where it stopped, to the same
+    weights. A row of history holds the means over the steps since the row before; there is one every ``log_every``
+    steps and at the end of an epoch. ``callback(step, row)`` is
     called with each; if it raises ``slimbayes.training.StopTraining`` the state is kept first. ``on_start()`` is called
     once, when everything has been checked and before anything is written.
 

@@ -16,9 +16,8 @@ def main(steps: int = 1000) -> dict[str, float]:
     x, y = cubic(500, -3.0, 3.0)
     net = nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 1))
     model = sb.bayesianize(net, sb.MeanField(estimator="local"))
-    likelihood = sb.Gaussian(learn="global")  # one noise level, learned
-    groups = sb.parameter_groups(model, lr=1e-2, weight_decay=0.0)
-    optimizer = torch.optim.Adam([*groups, {"params": likelihood.parameters(), "lr": 1e-2}])
+    likelihood = sb.Gaussian(learn="global")  # one noise level, that of the residuals
+    optimizer = torch.optim.Adam(sb.parameter_groups(model, lr=1e-2, weight_decay=0.0))
     annealing = sb.LinearAnnealing(steps // 2)
     for step in range(steps):
         draws = sb.draw(model, x)

@@ -341,3 +341,186 @@ def test_a_learned_precision_for_each_output():
     for options in ({"learn": "fixed", "outputs": 2}, {"learn": "global", "outputs": 0}):
         with pytest.raises(ValueError, match='it is a number of outputs for learn="global"'):
             sb.Gaussian(**options)
+
+
+# Noise that follows the residuals
+
+
+def regression(rows: int = 256, noise: float = 0.1) -> tuple[Tensor, Tensor]:
+    x = torch.randn(rows, 3)
+    return x, x @ torch.tensor([[1.0], [2.0], [-1.0]]) + noise * torch.randn(rows, 1)
+
+
+def trained(likelihood: Gaussian, rate: float, steps: int = 300, noise: float = 0.1, **options) -> nn.Module:
+    """A line by plain steps of Adam, with ``rate`` for what the likelihood has for the optimizer."""
+    torch.manual_seed(0)
+    x, y = regression(noise=noise)
+    model = sb.bayesianize(nn.Linear(3, 1), sb.Deterministic())
+    groups = sb.parameter_groups(model, lr=0.05, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([*groups, {"params": likelihood.parameters(), "lr": rate}], lr=0.05)
+    for _ in range(steps):
+        rows = torch.randint(256, (32,))
+        loss = sb.elbo(sb.draw(model, x[rows]), y[rows], model, 256, likelihood, **options).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def test_noise_follows_the_residuals_whatever_the_optimizers_rate():
+    found = []
+    for rate in (1e-5, 0.3):
+        likelihood = Gaussian(learn="global")
+        trained(likelihood, rate)
+        found.append(float(likelihood.residual.sqrt()))
+        log_precision = float(likelihood.log_precision.detach())  # which AdamW decays, until the next batch
+        assert log_precision == pytest.approx(-2 * math.log(found[-1]), abs=0.02)
+    assert found[0] == found[1] == pytest.approx(0.1, rel=0.1)
+
+
+def test_the_first_batch_gives_the_noise_and_later_ones_a_mean_of_the_last_tenth():
+    likelihood = Gaussian(learn="global", outputs=2)
+    model = sb.bayesianize(nn.Linear(1, 1), sb.Deterministic())
+    squares, expected = [], torch.zeros(2)
+    for batch in range(1, 31):
+        draws, y = torch.randn(3, 4, 2, requires_grad=True), 10 * torch.randn(4, 2)
+        result = sb.elbo(draws, y, model, 10, likelihood)
+        squares.append((y - draws.detach()).square().mean((0, 1)))
+        expected = expected + 10 / (batch + 9) * (squares[-1] - expected)
+        torch.testing.assert_close(likelihood.residual, expected)
+        torch.testing.assert_close(likelihood.log_precision.detach(), -expected.log())
+        # The loss and its gradients are those of a noise that is known.
+        known = [Gaussian(1 / float(v)) for v in expected]
+        same = draws.detach().requires_grad_()
+        nll = sum(-each.log_prob(same[..., i], y[:, i]).mean() for i, each in enumerate(known))
+        torch.testing.assert_close(result.nll, nll)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(v, d)[0] for v, d in ((result.nll, draws), (nll, same)))
+        )
+    assert int(likelihood.batches) == 30 and torch.equal(squares[0], squares[0].abs())
+
+
+def test_only_what_is_trained_moves_the_noise():
+    likelihood = Gaussian(4.0, learn="global")
+    model = sb.bayesianize(nn.Linear(3, 1), sb.Deterministic())
+    x, y = regression()
+    before = copy.deepcopy(likelihood.state_dict())
+    with torch.no_grad():
+        sb.elbo(sb.draw(model, x), y, model, 256, likelihood)
+    sb.elbo(sb.draw(model, x).detach(), y, model, 256, likelihood)
+    likelihood.log_prob(sb.draw(model, x), y)  # a function of its arguments
+    sb.evaluate(model, [(x, y)], likelihood=likelihood)
+    sb.predict(model, x, likelihood=likelihood)
+    held = likelihood.requires_grad_(False)
+    sb.elbo(sb.draw(model, x), y, model, 256, held)
+    assert all(torch.equal(value, before[name]) for name, value in likelihood.state_dict().items())
+    sb.elbo(sb.draw(model, x), y, model, 256, likelihood.requires_grad_(True))
+    assert int(likelihood.batches) == 1 and likelihood.log_precision != before["log_precision"]
+
+
+def test_a_batch_that_is_not_finite_leaves_the_noise_as_it_was():
+    likelihood = Gaussian(learn="global")
+    model = sb.bayesianize(nn.Linear(1, 1), sb.Deterministic())
+    y = torch.randn(4, 1)
+    sb.elbo(torch.zeros(1, 4, 1, requires_grad=True), y, model, 10, likelihood)
+    before = copy.deepcopy(likelihood.state_dict())
+    sb.elbo(torch.full((1, 4, 1), 1e30, requires_grad=True), y, model, 10, likelihood)  # squares overflow
+    assert all(torch.equal(value, before[name]) for name, value in likelihood.state_dict().items())
+
+
+def test_a_mixture_is_given_the_noise_of_its_own_loss():
+    """A mixture's most likely noise is below the mean over draws: each target counts for the draws that explain it."""
+    torch.manual_seed(0)
+    draws = torch.tensor([-3.0, 3.0]).view(2, 1, 1).expand(2, 4000, 1).clone().requires_grad_()
+    y = torch.where(torch.rand(4000, 1) < 0.5, -3.0, 3.0) + 0.5 * torch.randn(4000, 1)
+    model = sb.bayesianize(nn.Linear(1, 1), sb.Deterministic())
+    found = {}
+    for reduction in ("average", "mixture", "logits"):
+        likelihood = Gaussian(learn="global")
+        for _ in range(60):
+            sb.elbo(draws, y, model, 4000, likelihood, reduction)
+        found[reduction] = float(likelihood.residual)
+    assert found["mixture"] == pytest.approx(0.25, rel=0.1)
+    assert found["average"] == pytest.approx(18.25, rel=0.1) and found["logits"] == pytest.approx(
+        9.25, rel=0.1
+    )
+
+
+def test_without_noise_in_the_data_training_stays_finite():
+    likelihood = Gaussian(learn="global")
+    model = trained(likelihood, rate=0.05, noise=0.0)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert 1e-5 < float(likelihood.residual.sqrt()) < 0.1
+    for _ in range(200):  # all right and all zero: a limit and no infinity
+        sb.elbo(torch.zeros(1, 4, 1, requires_grad=True), torch.zeros(4, 1), model, 10, likelihood)
+    assert 5 < float(likelihood.log_precision.detach()) < 20.01
+
+
+def test_noise_follows_in_compiled_code():
+    draws, y = torch.randn(4, 2, 8, 1), torch.randn(4, 8, 1)
+    found = []
+    for compiled in (False, True):
+        likelihood = Gaussian(learn="global")
+
+        def nll(draws: Tensor, y: Tensor, likelihood: Gaussian = likelihood) -> Tensor:
+            assert likelihood.follows(draws)
+            return -likelihood.followed(draws, y).mean()
+
+        run = torch.compile(nll, fullgraph=True, backend="aot_eager") if compiled else nll
+        values = [float(run(draws[i].clone().requires_grad_(), y[i]).detach()) for i in range(4)]
+        found.append((values, int(likelihood.batches), float(likelihood.log_precision.detach())))
+    assert found[0] == found[1] and found[0][1] == 4
+
+
+def test_states_from_before_load_with_their_precision():
+    likelihood = Gaussian(learn="global")
+    trained(likelihood, rate=0.1, steps=20)
+    state = likelihood.state_dict()
+    again = Gaussian(learn="global")
+    again.load_state_dict(state)
+    assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
+    again.load_state_dict({"log_precision": torch.tensor(1.5)})
+    assert (
+        again.log_precision == 1.5 and again.batches == 0
+    )  # where it is trained on, it starts from the data
+    Gaussian(learn="per_example").load_state_dict({})
+    with pytest.raises(RuntimeError, match="log_precision"):
+        again.load_state_dict({})
+
+
+def test_noise_is_fitted_to_held_out_targets():
+    torch.manual_seed(0)
+    loc = torch.randn(2, 3000, 2, dtype=torch.float64)
+    scale = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    y = loc[0] + scale * torch.randn(3000, 2, dtype=torch.float64)
+    for likelihood in (Gaussian(9.0), Gaussian(learn="global"), Gaussian(learn="global", outputs=2)):
+        given = loc[:1] if likelihood.learn != "fixed" else loc
+        likelihood.double()
+
+        def nll(shift: float, likelihood: Gaussian = likelihood, given: Tensor = given) -> float:
+            changed = copy.deepcopy(likelihood)
+            if changed.learn == "fixed":
+                changed.precision *= math.exp(shift)
+            else:
+                changed.log_precision.data += shift
+            return -float(changed.predictive(given).log_prob(y).mean().detach())
+
+        assert likelihood.fit_noise(likelihood.predictive(given), y) is likelihood
+        assert nll(0.0) < min(nll(-0.02), nll(0.02))
+    torch.testing.assert_close(likelihood.log_precision.detach(), -2 * scale.log(), rtol=0.03, atol=0.03)
+    weights = torch.tensor([1.0, 0.0])
+    assert Gaussian().fit_noise(
+        torch.zeros(1, 2), torch.tensor([2.0, 9.0]), weights
+    ).precision == pytest.approx(0.25)
+
+
+def test_noise_by_example_keeps_its_shape_when_it_is_fitted():
+    likelihood = Gaussian(learn="per_example")
+    log_precision = torch.randn(1, 5000, 1)
+    draws = torch.cat((torch.zeros(1, 5000, 1), log_precision), -1)
+    y = 3 * (-0.5 * log_precision[0]).exp() * torch.randn(5000, 1)
+    before = likelihood.predictive(draws).variance
+    likelihood.fit_noise(likelihood.predictive(draws), y)
+    torch.testing.assert_close(likelihood.predictive(draws).variance, 9 * before, rtol=0.1, atol=0.0)
+    lower, upper = likelihood.predictive(draws).interval(0.9)
+    assert sb.metrics.coverage(lower, upper, y) == pytest.approx(0.9, abs=0.015)

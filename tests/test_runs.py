@@ -16,7 +16,15 @@ from slimbayes.lab.compare import evaluate_run
 from slimbayes.lab.config import RunConfig, read_config
 from slimbayes.lab.data import DataError
 from slimbayes.lab.predictions import predict_table, write_table
-from slimbayes.lab.runs import Facts, load_run, make_model, precision_of, samples_for, train_run
+from slimbayes.lab.runs import (
+    Facts,
+    held_out_for_noise,
+    load_run,
+    make_model,
+    precision_of,
+    samples_for,
+    train_run,
+)
 from slimbayes.training import Training
 from slimbayes.verbs.checkpoint import CheckpointError
 from slimbayes.verbs.method_text import SpecError
@@ -413,3 +421,21 @@ def test_wrong_inputs(trained, tmp_path):
     ):
         write_table(predict_table(run, x), tmp_path / "out.txt")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_default_run_with_real_targets_holds_out_rows_for_its_noise(tmp_path):
+    data = sb.data.load("diabetes")
+    for name, config, expected in (
+        ("asked", RunConfig(data="diabetes", method="Deterministic()"), 0.1),
+        ("given", RunConfig(data="diabetes", method="Deterministic()", validation=0.25), 0.25),
+        ("classes", RunConfig(data="wine", method="Deterministic()"), None),
+    ):
+        short = dataclasses.replace(config, training=Training(epochs=1))
+        folder = tmp_path / name
+        run, _ = train_run(short, folder, progress=False, hold_out=True)
+        assert run.config.validation == read_config(RunConfig, folder / "config.yaml").validation == expected
+        again, _ = train_run(run.config, folder, progress=False, resume=True)
+        assert again.config == run.config
+    assert (
+        held_out_for_noise(dataclasses.replace(data, train=data.train[:200])) is None
+    )  # too few to say more

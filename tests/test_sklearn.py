@@ -287,7 +287,8 @@ def test_networks_of_ones_own():
 )
 def test_every_kind_of_method_trains(wave, method, noise):
     x, y = wave[0]
-    model = BayesianMLPRegressor(method=method, hidden_layer_sizes=8, epochs=2, random_state=0).fit(x, y)
+    options = {"hidden_layer_sizes": 8, "epochs": 2, "kl_annealing": 0.0, "random_state": 0}
+    model = BayesianMLPRegressor(method=method, **options).fit(x, y)
     assert train_noise("auto", model.model_) == noise and train_noise("mean", model.model_) == "mean"
     assert np.isfinite(model.predict(x)).all()
     assert model.loss_curve_[1] < model.loss_curve_[0]
@@ -382,3 +383,36 @@ def test_a_regressor_stops_early_without_a_warning():
         warnings.simplefilter("error")
         model.fit(X, X[:, 0])
     assert 1 <= model.n_iter_ <= 4 and len(model.validation_curve_) == model.n_iter_
+
+
+def overfitted(rows, **options):
+    """A long run on few rows, and how many of a thousand new targets are in its 90 % intervals."""
+    random = np.random.RandomState(0)
+    X, noise = random.randn(rows + 1000, 8), random.randn(rows + 1000)
+    y = X[:, 0] + noise
+    options = {"method": "Deterministic()", "weight_decay": 0.0, "epochs": 60, "random_state": 0, **options}
+    model = BayesianMLPRegressor(**options).fit(X[:rows], y[:rows])
+    lower, upper = model.predict_interval(X[rows:], 0.9)
+    return model, float(((lower <= y[rows:]) & (y[rows:] <= upper)).mean())
+
+
+@pytest.mark.parametrize("heteroscedastic", [False, True])
+def test_noise_is_that_of_rows_that_were_not_trained_on(heteroscedastic):
+    options = {"heteroscedastic": heteroscedastic}
+    (plain, narrow), (model, right) = (overfitted(200, calibrate=c, **options) for c in (False, True))
+    assert narrow < 0.7 and 0.84 < right < 0.96
+    x = np.random.RandomState(1).randn(5, 8)
+    assert np.array_equal(plain.predict(x), model.predict(x))  # all rows train the network
+    _, share = overfitted(400, early_stopping=True, validation_fraction=0.25, **options)
+    assert 0.82 < share < 0.97
+
+
+def test_noise_counts_rows_by_their_weights():
+    x = np.random.RandomState(0).randn(400, 1)
+    y = np.where(np.arange(400) % 2, 0.1, 3.0) * np.random.RandomState(1).randn(400)
+    weights = np.where(np.arange(400) % 2, 1.0, 1e-9)
+    for calibrate in (False, True):
+        options = {"method": "Deterministic()", "epochs": 30, "random_state": 0, "calibrate": calibrate}
+        model = BayesianMLPRegressor(hidden_layer_sizes=4, **options).fit(x, y, sample_weight=weights)
+        found = model.predict_uncertainty(x).aleatoric
+        assert found == pytest.approx(np.full(400, 0.1), rel=0.25)

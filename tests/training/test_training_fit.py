@@ -1,5 +1,6 @@
 """``sb.fit`` against loops written by hand: losses, rates, decay, clipping, logs, and every kind of data."""
 
+import copy
 import csv
 import io
 import math
@@ -366,6 +367,33 @@ def test_a_learned_precision_is_trained_with_the_model():
     assert float(likelihood.log_precision.detach().exp()) == pytest.approx(
         1 / float(error), rel=0.1
     )  # the optimum
+
+
+@pytest.mark.parametrize("learn", ["global", "per_example", "fixed"])
+def test_learned_noise_is_fitted_to_the_validation_data(learn):
+    """After a long run on few rows the residuals of training are far too small."""
+    torch.manual_seed(0)
+    x = torch.randn(1360, 8)
+    y = x[:, :1] + torch.randn(1360, 1)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2 if learn == "per_example" else 1))
+    sb.bayesianize(model, sb.Deterministic())
+    likelihood = sb.Gaussian(precision=20.0 if learn == "fixed" else None, learn=learn)
+    before = copy.deepcopy(likelihood)
+    options = {"epochs": 60, "lr": 0.01, "batch_size": 60, "validate_every": 60, "progress": False}
+    validation = x[60:360], y[60:360]
+    sb.fit(model, (x[:60], y[:60]), validation=validation, likelihood=likelihood, **options)
+    new = sb.predict(model, x[360:], likelihood=likelihood)
+    share = sb.metrics.coverage(*new.interval(0.9), y[360:])
+    if learn == "fixed":
+        assert likelihood.precision == before.precision and share < 0.6
+    else:
+        narrow = copy.deepcopy(likelihood)
+        narrow.log_precision.data += 1.0
+        nll = [
+            -sb.predict(model, x[360:], likelihood=each).log_prob(y[360:]).mean()
+            for each in (likelihood, narrow)
+        ]
+        assert share > 0.84 and nll[0] < nll[1]
 
 
 # Validation, logs, progress --------------------------------------------------------------------------------

@@ -216,6 +216,16 @@ def test_flags_and_choices():
     assert number == 5
 
 
+def test_a_network_may_have_no_buffer_that_changes():
+    module = nn.Module()
+    module.register_buffer("table", torch.ones(2))
+    kept = Kept(module)
+    for _ in range(4):
+        kept.remember()
+    kept.put_back()
+    assert kept.chosen == [] and torch.equal(module.table, torch.ones(2))
+
+
 def test_buffers_that_never_change_are_not_copied():
     net = nn.Sequential(nn.BatchNorm1d(3))
     net.register_buffer("table", torch.zeros(1000))

@@ -12,7 +12,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,10 @@ from slimbayes.core.predictive import (
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _LOG_PRECISION_LIMIT = 20.0
+_SHARE = 10.0  # of a run: the running mean of residuals is over its last tenth
+_LEAST_WEIGHT = 1e-3  # of a batch in that mean
+_LEAST = 1e-30  # of a scale of variances
+_ROUNDS, _CLOSE = 500, 1e-5  # of expectation maximisation
 
 
 class Likelihood(nn.Module, ABC):
@@ -264,8 +268,10 @@ class Gaussian(Likelihood):
     log p(y|x, d) = ½ (log τ − log 2π − τ (y − f_d)²). ``learn`` says where τ comes from:
 
     - "fixed": ``precision``, 1 by default;
-    - "global": one parameter ``log_precision``, first log ``precision``: give ``likelihood.parameters()`` to
-      the optimizer. With ``outputs=m`` it holds m values, one for each place of the outputs' last axis;
+    - "global": ``log_precision``, which is log ``precision`` until ``sb.elbo`` scores draws that are trained. It then
+      follows their residuals, 1/τ = E[(y − f)²], by a running mean over about the last tenth of all batches so far:
+      from the first batch on and whatever the optimizer's rate, for its gradient is 0 there. With ``outputs=m`` there
+      are m values, one for each place of the outputs' last axis. ``requires_grad_(False)`` holds it where it is;
     - "per_example": the last axis of the network's output holds 2m values, m means and then m values of
       log τ, clamped to ±20 (the gradient is 0 beyond).
 
@@ -275,6 +281,10 @@ class Gaussian(Likelihood):
     tensor([[-0.2258],
             [-2.2258]])
     """
+
+    log_precision: Tensor
+    residual: Tensor
+    batches: Tensor
 
     def __init__(
         self,
@@ -304,6 +314,18 @@ class Gaussian(Likelihood):
         if learn == "global":
             shape = () if outputs is None else (outputs,)
             self.log_precision = nn.Parameter(torch.full(shape, math.log(self.precision)))
+            self.register_buffer(
+                "residual", torch.full(shape, 1 / self.precision)
+            )  # running mean of (y − f)²
+            self.register_buffer("batches", torch.zeros((), dtype=torch.int64))  # that it has seen
+        if learn == "per_example":
+            self.register_buffer("log_precision", torch.zeros(()))  # added to the network's, by ``fit_noise``
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """nn.Module's; files from before have no buffers, and start anew where they are trained on."""
+        for name, buffer in self.named_buffers():
+            state_dict.setdefault(prefix + name, torch.zeros_like(buffer))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def check(self, draws: Tensor, targets: Tensor | None = None) -> None:
         """Raise on wrong types and shapes and non-finite draws or targets."""
@@ -326,8 +348,95 @@ class Gaussian(Likelihood):
         """Σ ½ (log τ − log 2π − τ (y − f)²) over the row's targets, [D, B]."""
         self.check(draws, targets)
         loc, log_precision = self.components(draws)
-        error = targets.to(loc.dtype).view(loc.shape[1:]) - loc  # [D, B, ...]
-        return _sum_rows(0.5 * (log_precision - math.log(2 * math.pi) - log_precision.exp() * error.square()))
+        square = (targets.to(loc.dtype).view(loc.shape[1:]) - loc).square()  # [D, B, ...]
+        return _log_density(square, log_precision)
+
+    def follows(self, draws: Tensor) -> bool:
+        """Whether the scores of these draws train a network whose residuals the precision is to follow."""
+        return (
+            self.learn == "global"
+            and torch.is_grad_enabled()
+            and _has_gradients(draws)
+            and _has_gradients(self.log_precision)
+        )
+
+    def followed(
+        self, draws: Tensor, targets: Tensor, mixture: bool = False, weights: Tensor | None = None
+    ) -> Tensor:
+        """``log_prob`` of a training batch whose residuals have just moved the precision, [D, B].
+
+        v ← v + w (Σ_db c_db (y_b − f_db)² / Σ_db c_db − v) with w = 10/(t + 9) in batch t, then log τ = −log v. The
+        weight of a batch in v grows as t⁹, so that v is of the last tenth of a run, however long it is; of the last
+        thousand batches at most, for a stream that does not end. c_db are the rows' ``weights`` [B]; for the loss of a
+        ``mixture`` times each draw's share p_d(y_b) / Σ_d p_d(y_b).
+        """
+        self.check(draws, targets)
+        loc, log_precision = self.components(draws)
+        y = targets.to(loc.dtype).view(loc.shape[1:])
+        square = (y - loc).square()  # [D, B, ...]
+        with torch.no_grad():
+            counts = loc.new_ones(loc.shape[:2]) if weights is None else weights.to(loc).expand(loc.shape[:2])
+            if mixture:
+                counts = counts * _log_density(square, log_precision).softmax(0)
+            new = self._follow(square, y, counts / counts.mean())
+        # The gradient is 0, not missing: processes that share a step wait for one.
+        return _log_density(square, (0.0 * self.log_precision + new).to(loc.dtype).expand_as(loc))
+
+    def _follow(self, square: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+        """Move the running mean by one batch; log τ."""
+        outputs = self.log_precision.dim()
+        old, batches = self.residual.to(square.dtype), self.batches + 1
+        # Without noise the mean would tend to 0 and its inverse overflow: at least a ten-thousandth of the targets.
+        size = _mean_of_rows(targets.square().unsqueeze(0), torch.ones_like(counts[:1]), outputs)
+        least = torch.where(size > 0, 1e-8 * size, math.exp(-_LOG_PRECISION_LIMIT))
+        found = _mean_of_rows(square, counts, outputs).maximum(least)
+        weight = (_SHARE / (batches.to(old.dtype) + (_SHARE - 1))).clamp(min=_LEAST_WEIGHT)
+        moved = old + weight * (found - old)
+        good = moved.isfinite()  # a step that is not is lost, and this must not be
+        moved = torch.where(good, moved, old)
+        new = torch.where(good, -moved.log(), self.log_precision.to(old.dtype))
+        self.residual.copy_(moved)
+        self.batches.copy_(torch.where(good.all(), batches, self.batches))
+        self.log_precision.copy_(new)
+        return new
+
+    @torch.no_grad()
+    def fit_noise(
+        self, predicted: Predictive | Tensor, targets: Tensor, weights: Tensor | None = None
+    ) -> Gaussian:
+        """Scale the noise to the least nll of held-out targets, with ``weights`` [B] of rows; returns itself.
+
+        c = argmin −Σ_b log (1/D) Σ_d N(y_b; f_db, c/τ_db), one for each of several ``outputs``: residuals on rows that
+        were trained on understate the noise where a network overfits. By expectation maximisation,
+        c ← Σ_db w_db τ_db (y_b − f_db)² / Σ_db w_db with each draw's share w_db of p(y_b).
+
+        >>> likelihood = Gaussian().fit_noise(torch.zeros(1, 4), torch.tensor([-2.0, 2.0, 2.0, -2.0]))
+        >>> likelihood
+        Gaussian(precision=0.25, learn='fixed')
+        """
+        draws = predicted if isinstance(predicted, Tensor) else predicted.draws
+        self.check(draws, targets)
+        wide = torch.float32 if draws.device.type == "mps" else torch.float64  # MPS has no float64
+        loc, log_precision = (part.to(wide) for part in self.components(draws))
+        square = (targets.to(loc).view(loc.shape[1:]) - loc).square()
+        outputs = self.log_precision.dim() if self.learn == "global" else 0
+        counts = loc.new_ones(loc.shape[1]) if weights is None else weights.to(loc)
+        prior = loc.new_zeros(len(loc), 1)
+        if not isinstance(predicted, Tensor) and predicted._weights is not None:
+            prior = predicted._weights.to(prior).log().unsqueeze(1)
+        shift = loc.new_zeros(loc.shape[-1:] if outputs else ())  # of log τ
+        for _ in range(_ROUNDS):
+            precision = log_precision + shift
+            share = counts * (_log_density(square, precision) + prior).softmax(0)  # [D, B]
+            found = _mean_of_rows(square * precision.exp(), share / share.mean(), outputs).clamp(min=_LEAST)
+            shift = shift - found.log()
+            if float(found.log().abs().max()) < _CLOSE:
+                break
+        if self.learn == "fixed":
+            self.precision *= math.exp(shift)
+        else:
+            self.log_precision += shift.to(self.log_precision)
+        return self
 
     def average_logits(self, draws: Tensor) -> Tensor:
         """The mean outputs, [1, B, ...]; of means and of log-precisions alike."""
@@ -352,7 +461,7 @@ class Gaussian(Likelihood):
         outputs = _full(draws)
         if self.learn == "per_example":
             loc, log_precision = outputs.chunk(2, dim=-1)  # [D, B, ..., m] each
-            return loc, log_precision.clamp(-_LOG_PRECISION_LIMIT, _LOG_PRECISION_LIMIT)
+            return loc, log_precision.clamp(-_LOG_PRECISION_LIMIT, _LOG_PRECISION_LIMIT) + self.log_precision
         if self.learn == "global":
             return outputs, self.log_precision.to(outputs.dtype).expand_as(outputs)
         return outputs, torch.full_like(outputs, math.log(self.precision))
@@ -365,6 +474,26 @@ class Gaussian(Likelihood):
         precision = ", ".join(f"{value:.6g}" for value in values)
         own = self.learn == "global" and self.log_precision.dim() > 0
         return f"precision={f'[{precision}]' if own else precision}, learn={self.learn!r}"
+
+
+def _log_density(square: Tensor, log_precision: Tensor) -> Tensor:
+    """Σ ½ (log τ − log 2π − τ (y − f)²) over a row's elements, [D, B]."""
+    return _sum_rows(0.5 * (log_precision - math.log(2 * math.pi) - log_precision.exp() * square))
+
+
+def _mean_of_rows(values: Tensor, counts: Tensor, outputs: int) -> Tensor:
+    """The mean of [D, B, ...] by counts [D, B] of mean 1; with ``outputs`` = 1 for each place of the last axis."""
+    counted = values * counts.view(*counts.shape, *[1] * (values.dim() - 2))
+    return counted.flatten(0, -2).mean(0) if outputs else counted.mean()
+
+
+def _has_gradients(x: Tensor) -> bool:
+    """Whether a tensor has a gradient; under vmap what it stands for says so."""
+    if torch.compiler.is_compiling():
+        return x.requires_grad
+    while not x.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.requires_grad
 
 
 def _full(draws: Tensor) -> Tensor:

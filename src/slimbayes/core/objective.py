@@ -356,14 +356,18 @@ def _nll(
 ) -> tuple[Tensor, Tensor | None]:
     """The nll, and for the average, where draws are wanted ``apart``, every draw's own loss [draws]."""
     if reduction == "logits":
-        return -likelihood.log_prob(likelihood.average_logits(draws), targets).mean(), None
-    if reduction == "average" and not apart:
+        draws, reduction, apart = likelihood.average_logits(draws), "average", False
+    learner: Any = likelihood if hasattr(likelihood, "follows") else None
+    if learner is not None and learner.follows(draws):  # its noise is that of these residuals
+        log_prob = learner.followed(draws, targets, reduction == "mixture")
+    elif reduction == "average" and not apart:
         mean = getattr(likelihood, "mean_nll", None)  # what has a log_prob alone will do
         return -likelihood.log_prob(draws, targets).mean() if mean is None else mean(draws, targets), None
-    log_prob = likelihood.log_prob(draws, targets)  # [D, B]
+    else:
+        log_prob = likelihood.log_prob(draws, targets)  # [D, B]
     if reduction == "mixture":
         return -(log_prob.logsumexp(0) - math.log(log_prob.shape[0])).mean(), None
-    return -log_prob.mean(), -log_prob.mean(1)
+    return -log_prob.mean(), -log_prob.mean(1) if apart else None
 
 
 def _log_prob(model: nn.Module, record: Record, facts: list[Facts], named: bool) -> Tensor | None:

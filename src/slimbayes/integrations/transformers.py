@@ -229,12 +229,13 @@ class _LearnLikelihood(transformers.TrainerCallback):  # type: ignore[misc, name
         self.likelihood.zero_grad()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Average the gradients of all processes."""
+        """Average the gradients of all processes, and what each has found by its own residuals."""
         if args.world_size > 1:
-            for parameter in self.likelihood.parameters():
-                if parameter.grad is not None:
-                    torch.distributed.all_reduce(parameter.grad)
-                    parameter.grad /= args.world_size
+            found = [value for value in self.likelihood.state_dict().values() if value.is_floating_point()]
+            gradients = [p.grad for p in self.likelihood.parameters() if p.grad is not None]
+            for value in (*found, *gradients):
+                torch.distributed.all_reduce(value)
+                value /= args.world_size
 
     def on_save(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Write them beside the model's checkpoint, in the first process."""

@@ -25,6 +25,7 @@ from slimbayes.lab.data import load as load_data
 from slimbayes.lab.models.text import network_builder
 from slimbayes.training import FitResult, fit, mixed_seed
 from slimbayes.training.judging import unsaid
+from slimbayes.training.rows import LEAST_HELD_OUT
 from slimbayes.training.settings import whole_number
 from slimbayes.verbs.checkpoint import CheckpointError, load, save
 from slimbayes.verbs.method_text import SpecError, parse_method
@@ -34,6 +35,7 @@ from slimbayes.verbs.untrusted_files import check_network, shapes_of
 
 FORMAT = "slimbayes-run"
 _DTYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
+_NOISE_PART = 0.1  # of the rows
 MODEL, FACTS, CONFIG = "model.safetensors", "run.json", "config.yaml"
 
 
@@ -156,7 +158,14 @@ def samples_for(model: nn.Module, draws: int) -> int:
 
 def make_likelihood(task: str) -> Likelihood:
     """Classes: Categorical. Real targets: Gaussian with one learned precision, in scaled units."""
-    return Categorical() if task == "classification" else Gaussian(precision=1.0, learn="global")
+    return Categorical() if task == "classification" else Gaussian(learn="global")
+
+
+def held_out_for_noise(data: Dataset | StreamedDataset) -> float | None:
+    """The fraction of rows with real targets that a default run holds out to fit the noise to, if they are enough."""
+    if data.task == "classification" or round(_NOISE_PART * len(data.train)) < LEAST_HELD_OUT:
+        return None
+    return _NOISE_PART
 
 
 def make_model(
@@ -179,11 +188,16 @@ def open_data(name: str, root: str | None, options: dict[str, Any]) -> Dataset |
 
 def train_run(
     config: RunConfig, folder: Path, data_root: str | None = None, resume: bool = False, progress: bool = True,
-    fabric: Any = None, data: Dataset | StreamedDataset | None = None,
+    fabric: Any = None, data: Dataset | StreamedDataset | None = None, hold_out: bool = False,
 ) -> tuple[Run, FitResult]:  # fmt: skip
-    """Train as the configuration says and leave everything that ``load_run`` needs in the folder."""
+    """Train as the configuration says and leave everything that ``load_run`` needs in the folder.
+
+    With ``hold_out`` a configuration that does not say what to hold out gets the part that the noise is fitted to.
+    """
     if data is None:
         data = open_data(config.data, data_root, config.data_options)
+    if hold_out and config.validation is None:
+        config = dataclasses.replace(config, validation=held_out_for_noise(data))
     model = make_model(config, data.shape, data.num_outputs, config.training.seed)
     likelihood = make_likelihood(data.task)
     first = fabric is None or fabric.is_global_zero

@@ -89,6 +89,10 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
     def _network(self, shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> nn.Module:
         """The plain network for rows of this shape."""
 
+    @abstractmethod
+    def _calibrate(self, data: Any, validation: Rows | None, generator: Any) -> None:
+        """Fit what the likelihood learns to rows that were not trained on; ``data``: those that were."""
+
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Train a new network on rows ``X`` and targets ``y``; returns the estimator.
 
@@ -106,6 +110,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
                 plan = self._plan(rows.total, len(rows))
                 optimizer = make_optimizer(self.model_, self.likelihood_, plan)
                 outcome = train(self.model_, self.likelihood_, rows, plan, optimizer, validation)
+                self._calibrate(data, validation, generator)
             self._finish(outcome, rows, first=True)
         return self
 
@@ -259,16 +264,18 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
     def _predictive(self, X: Any) -> Predictive:
         """The predictive distribution of the targets that the likelihood sees, one function per draw."""
         check_is_fitted(self, "model_")
-        X = self._check_input(X, reset=False)
+        return self._predicted(self._tensor(self._check_input(X, reset=False))).cpu()
+
+    def _predicted(self, inputs: Tensor) -> Predictive:
         noisy = any(method.traits.noisy for method in find_record(self.model_).methods)
         return predict(
             self.model_,
-            self._tensor(X),
+            inputs,
             samples=int(self.samples) if noisy else 1,
             noise="shared",
             seed=self._seed,
             likelihood=self.likelihood_,
-        ).cpu()
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted estimator to one safetensors file, which ``load`` reads without executing code.

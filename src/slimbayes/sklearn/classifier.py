@@ -104,6 +104,9 @@ class Classifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     def _likelihood(self) -> tuple[Likelihood, int]:
         return Categorical(), len(self.classes_)
 
+    def _calibrate(self, data: Any, validation: Any, generator: Any) -> None:
+        """Classes have no noise of their own."""
+
 
 @final
 @dataclass(eq=False, repr=False, kw_only=True)

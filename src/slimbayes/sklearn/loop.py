@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from slimbayes.core.conversion import find_record
 from slimbayes.core.draws import draw
-from slimbayes.core.likelihoods import Likelihood
+from slimbayes.core.likelihoods import Gaussian, Likelihood
 from slimbayes.core.methods import MCDropout
 from slimbayes.core.objective import LinearAnnealing, elbo, parameter_groups
 from slimbayes.core.predict import predict, scored
 
 BATCH = 64  # of batch_size="auto"
-# Adam moves log τ by about lr a step: at the network's own rate it would not reach a small noise within a short run,
-# and intervals would stay too wide.
-_NOISE_RATE = 10.0
 
 
 class Weighted(nn.Module):
@@ -40,6 +37,15 @@ class Weighted(nn.Module):
     def log_prob(self, draws: Tensor, targets: Tensor) -> Tensor:
         """w_b log p(y_b|x_b, d), [D, B]."""
         return self.weights * self.likelihood.log_prob(draws, targets)
+
+    def follows(self, draws: Tensor) -> bool:
+        """Whether the likelihood's noise is that of the residuals of these draws."""
+        return isinstance(self.likelihood, Gaussian) and self.likelihood.follows(draws)
+
+    def followed(self, draws: Tensor, targets: Tensor, mixture: bool) -> Tensor:
+        """``log_prob`` at the noise of these residuals too, by the rows' weights."""
+        assert isinstance(self.likelihood, Gaussian)
+        return self.weights * self.likelihood.followed(draws, targets, mixture, self.weights)
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def make_optimizer(model: nn.Module, likelihood: Likelihood, plan: Plan) -> torc
     groups = parameter_groups(model, plan.lr, plan.weight_decay)
     own = list(likelihood.parameters())
     if own:
-        groups.append({"params": own, "lr": _NOISE_RATE * plan.lr, "weight_decay": 0.0})
+        groups.append({"params": own, "weight_decay": 0.0})
     return torch.optim.AdamW(groups, lr=plan.lr, fused=_fuses(model))
 
 

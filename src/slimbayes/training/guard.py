@@ -154,7 +154,9 @@ class Kept:
             self.changing |= changed
         self.versions = versions
         chosen = list(range(len(buffers))) if self.changing is None else sorted(self.changing)
-        if chosen == self.chosen:
+        if not chosen:  # buffers that no step changes
+            self.chosen, self.copies = [], []
+        elif chosen == self.chosen:
             torch._foreach_copy_(self.copies, [buffers[i] for i in chosen])
         else:
             self.chosen, self.copies = chosen, [buffers[i].clone() for i in chosen]

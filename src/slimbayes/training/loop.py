@@ -26,7 +26,7 @@ from slimbayes.training.judging import judge
 from slimbayes.training.keeping import STATE, describe, due, keep, put_weights, take_up
 from slimbayes.training.monitor import History, Progress, Row, spread_of, tensorboard
 from slimbayes.training.recording import Recorder, check_recordable
-from slimbayes.training.rows import collect, log, short
+from slimbayes.training.rows import collect, fit_noise, log, short
 from slimbayes.training.settings import Training
 from slimbayes.training.sources import Batch, Source, as_split, hold_out, make_source, mixed_seed
 from slimbayes.training.state import States, remove_partial
@@ -76,10 +76,11 @@ def fit(
     ``data``: a pair of tensors (inputs, targets), a slimbayes ``Dataset``, ``Split`` or ``RecordDataset``, a
     DataLoader, or a list of (inputs, targets) batches with ``num_data``. ``validation``: the same (a ``RecordDataset``
     has a part for it), or a fraction to hold out; with ``early_stopping`` the weights of the best validation NLL are
-    put back at the end. ``settings`` is a ``Training``; single ones may be given by name:
-    ``sb.fit(model, data, epochs=10, lr=0.01)``. With a ``folder`` the run writes its state and history there and
-    ``resume=True`` goes on where it stopped, to the same weights. A row of history holds the means over the steps
-    since the row before; there is one every ``log_every`` steps and at the end of an epoch. ``callback(step, row)`` is
+    put back at the end, and a Gaussian that learns its noise has it fitted to these data (``Gaussian.fit_noise``).
+    ``settings`` is a ``Training``; single ones may be given by name: ``sb.fit(model, data, epochs=10, lr=0.01)``. With
+    a ``folder`` the run writes its state and history there and ``resume=True`` goes on where it stopped, to the same
+    weights. A row of history holds the means over the steps since the row before; there is one every ``log_every``
+    steps and at the end of an epoch. ``callback(step, row)`` is
     called with each; if it raises ``slimbayes.training.StopTraining`` the state is kept first. ``on_start()`` is called
     once, when everything has been checked and before anything is written. A model that is worse than it could be (the
     KL outweighs the data, noise drowns the signal, coverage is off) is warned of at the end, with the remedy.
@@ -202,6 +203,7 @@ class Run:
         if self.best_weights:
             put_weights(self, self.best_weights)
         self.model.eval()
+        fit_noise(self)
         if self.logger is not None:
             self.logger.finalize("success")
         epoch = math.ceil(self.step / self.per_epoch)

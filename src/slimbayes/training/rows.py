@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from slimbayes.core.conversion import find_record
+from slimbayes.core.likelihoods import Gaussian
+from slimbayes.core.predict import predict
+from slimbayes.core.predictive import Predictive
 from slimbayes.training.keeping import keep, weights_of
 from slimbayes.training.monitor import Row, spread_of, warn_of_collapse
 from slimbayes.training.naming import why
-from slimbayes.training.sources import mixed_seed
+from slimbayes.training.sources import Source, mixed_seed
 from slimbayes.training.step import StopTraining, TrainingError, in_dtype
-from slimbayes.verbs.evaluation import assess
+from slimbayes.verbs.evaluation import arguments, assess, evaluate
 
 if TYPE_CHECKING:
     from slimbayes.metrics import Evaluation
     from slimbayes.training.loop import Run
+
+LEAST_HELD_OUT = 30  # targets from which the noise is fitted
+_ENOUGH = 10_000
+_DRAWS = 16
 
 
 def collect(run: Run, pending: list[Tensor]) -> Tensor:
@@ -127,6 +135,45 @@ def _validate(run: Run) -> Row:
         run.held = found
     run.done = patience is not None and run.waited >= patience
     return row
+
+
+def fit_noise(run: Run) -> None:
+    """Fit the noise that a Gaussian learns to the validation data, in the first process, for all.
+
+    Residuals of training understate it where the network overfits, and those of single draws overstate it where the
+    draws disagree. A few targets would say less than all of training.
+    """
+    likelihood = run.likelihood
+    if not isinstance(likelihood, Gaussian) or likelihood.learn == "fixed":
+        return
+    if run.fabric.is_global_zero and run.validation is not None:
+        found = _held_out(run, run.validation)
+        if found is not None and len(found[1]) >= LEAST_HELD_OUT:
+            likelihood.fit_noise(*found)
+    if run.fabric.world_size > 1:  # each has followed its own residuals since the last broadcast of buffers
+        own = likelihood.state_dict()
+        likelihood.load_state_dict(run.fabric.broadcast({name: value.cpu() for name, value in own.items()}))
+
+
+def _held_out(run: Run, source: Source) -> tuple[Predictive, Tensor] | None:
+    """Predictions and targets of the first validation batches, as the likelihood sees them."""
+    like, record = next(run.model.parameters()), find_record(run.model)
+    noisy = any(method.traits.noisy for method in record.methods)
+    parts: list[Predictive] = []
+    labels: list[Tensor] = []
+    seen = 0
+    for inputs, targets in source.epoch(0):
+        args, named = arguments(in_dtype(inputs, like.dtype, like.device))
+        predicted = predict(
+            run.model, *args, samples=max(1, _DRAWS // record.components) if noisy else 1,
+            seed=mixed_seed(run.settings.seed, 6), likelihood=run.likelihood, first_example=seen, **named,
+        )  # fmt: skip
+        parts.append(predicted)
+        labels.append(targets.to(like.device))
+        seen += len(targets)
+        if seen >= _ENOUGH:
+            break
+    return (Predictive.cat(parts), torch.cat(labels)) if parts else None
 
 
 def short(figures: Tensor, num_data: int) -> str:

@@ -60,15 +60,17 @@ class Objective(nn.Module):
         return result.loss, result.nll, result.kl
 
 
-def in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
-    """Floating-point inputs in the type of the network's parameters; others as they are.
+def in_dtype(inputs: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    """Floating-point inputs in the type of the network's parameters, all on its device; others as they are.
 
     >>> in_dtype({"x": torch.zeros(1), "i": torch.tensor(1)}, torch.float64)
     {'x': tensor([0.], dtype=torch.float64), 'i': tensor(1)}
     """
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, dtype) if leaf.is_floating_point() else leaf.to(device)
 
     return pytree.tree_map(cast, inputs)
 

@@ -30,7 +30,11 @@ def train(
     lr: o.Rate = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of weights, batches and noise.")] = None,
     validation: Annotated[
-        float | None, typer.Option("--validation", help="Hold out this fraction of the training data.")
+        float | None,
+        typer.Option(
+            "--validation",
+            help="Hold out this fraction of the training data (real targets: 0.1 unless given, to fit the noise to).",
+        ),
     ] = None,
     early_stopping: Annotated[
         int | None,
@@ -91,7 +95,9 @@ def train(
     o.set_threads(threads)
     fabric = make_fabric(wanted.training)
     fabric.launch()
-    run, result = train_run(wanted, out, data_root, resume, progress=not quiet, fabric=fabric)
+    run, result = train_run(
+        wanted, out, data_root, resume, progress=not quiet, fabric=fabric, hold_out=config is None
+    )
     if not fabric.is_global_zero:
         return
     counted = summary(run.model)

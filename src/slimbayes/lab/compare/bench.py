@@ -19,7 +19,7 @@ from slimbayes.lab.compare.examples import EVALUATION_SEED, examples
 from slimbayes.lab.config import CompareConfig, Contender, RunConfig
 from slimbayes.lab.data import Batches, Dataset, Shift, Split, out_of_distribution, shifts_for
 from slimbayes.lab.models import default_network
-from slimbayes.lab.runs import Facts, Run, make_likelihood, make_model
+from slimbayes.lab.runs import Facts, Run, held_out_for_noise, make_likelihood, make_model
 from slimbayes.metrics import Evaluation, ood_scores
 from slimbayes.training import Training, fit
 from slimbayes.training.judging import unsaid
@@ -120,9 +120,10 @@ class Bench:
         )  # fmt: skip
         model = make_model(one, self.data.shape, self.data.num_outputs, seed)
         likelihood = make_likelihood(self.data.task)
+        validation = held_out_for_noise(self.data) if config.validation is None else config.validation
         with unsaid():  # the report says it, of all seeds at once
             fitted = fit(
-                model, self.data, training, validation=config.validation, likelihood=likelihood, progress=progress,
+                model, self.data, training, validation=validation, likelihood=likelihood, progress=progress,
                 label=label,
             )  # fmt: skip
         run = Run(model, one, self.facts, likelihood)

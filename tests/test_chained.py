@@ -99,7 +99,7 @@ def test_factors_of_logs(rank: int) -> None:
 def test_joined_is_the_same(name: str) -> None:
     torch.manual_seed(0)
     build, expected = NETWORKS[name]
-    model = sb.bayesianize(build(), sb.KTied(estimator="local", stddev_init=0.3))
+    model = sb.bayesianize(build(), sb.KTied.paper(estimator="local", stddev_init=0.3))
     ours, count = run(model, True)
     apart, none = run(model, False)
     assert count == expected and none == 0
@@ -111,7 +111,7 @@ def test_the_library_s_compile_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole step under autocast: the KL uses the sums of the cast weights, and equals the plain one."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = sb.bayesianize(plain(), sb.KTied(estimator="local", stddev_init=0.3))
+    model = sb.bayesianize(plain(), sb.KTied.paper(estimator="local", stddev_init=0.3))
     made: list[int] = []
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -32,8 +32,8 @@ NETWORKS = {
 FUSED = (norm_fusion.NORM_ROWS, norm_fusion.SUM_NORM_ROWS, norm_fusion.NORM_SUM_ROWS)
 METHODS = {
     "batchensemble": sb.BatchEnsemble(components=2),
-    "rank1": sb.Rank1(components=2),
-    "random output": sb.Rank1(components=2, random="output"),
+    "rank1": sb.Rank1.paper(components=2),
+    "random output": sb.Rank1.paper(components=2, random="output"),
 }
 
 
@@ -123,7 +123,7 @@ def test_a_compiled_loss_takes_the_weights_of_a_schedule() -> None:
     """The first is a constant of the code, every other an input of it: two graphs, whatever the schedule's length."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = sb.bayesianize(nn.Linear(4, 3).double(), sb.Rank1(components=2))
+    model = sb.bayesianize(nn.Linear(4, 3).double(), sb.Rank1.paper(components=2))
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
     graphs = torch._dynamo.testing.CompileCounter()
 
@@ -144,7 +144,9 @@ def test_a_compiled_loss_takes_the_weights_of_a_schedule() -> None:
 
 @pytest.mark.uncounted(but=3)
 @pytest.mark.parametrize(
-    "method", [sb.Rank1(), sb.KTied(), sb.EMP(patch=("output",))], ids=lambda m: type(m).__name__
+    "method",
+    [sb.Rank1.paper(), sb.KTied.paper(), sb.EMP.paper(patch=("output",))],
+    ids=lambda m: type(m).__name__,
 )
 def test_compiled_step_trains(method: sb.methods.Method) -> None:
     torch._dynamo.reset()
@@ -178,7 +180,7 @@ def test_grouped_kl_equals_the_sum_over_layers(posterior: str, reduction: str, r
     torch.manual_seed(0)
     model = sb.bayesianize(
         nn.Sequential(nn.Linear(4, 6), nn.Conv1d(1, 2, 1)),
-        sb.Rank1(posterior=posterior, kl_reduction=reduction, random=random),
+        sb.Rank1.paper(posterior=posterior, kl_reduction=reduction, random=random),
     ).double()
     results = []
     for fast in (True, False):
@@ -194,7 +196,7 @@ def test_all_factors_at_once_have_the_layers_own_moments(monkeypatch: pytest.Mon
     monkeypatch.setattr(factor_groups, "DEVICES", ("cpu",))
     torch.manual_seed(0)
     model = sb.bayesianize(
-        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), sb.Rank1(components=2, dropout_rate=0.1)
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), sb.Rank1.paper(components=2, dropout_rate=0.1)
     )
     groups = factor_groups.find_groups([model[0].bayes, model[1].bayes])
     assert len(groups) == 1 and len(groups[0].sources) == 4
@@ -229,7 +231,7 @@ def test_factors_sampled_before_the_network_survive_activation_checkpointing(
             return self.b(h.relu())
 
     torch.manual_seed(0)
-    model = sb.bayesianize(Checkpointed(), sb.Rank1(components=2))
+    model = sb.bayesianize(Checkpointed(), sb.Rank1.paper(components=2))
     x = torch.randn(3, 4)
     sb.draw(model, x)  # the first draw also checks the rows
     results = []
@@ -247,7 +249,7 @@ def test_grouped_kl_has_forward_mode_and_second_derivatives() -> None:
     from torch.func import functional_call, jvp
 
     torch.manual_seed(0)
-    model = sb.bayesianize(nn.Linear(6, 5), sb.Rank1(components=2)).double()
+    model = sb.bayesianize(nn.Linear(6, 5), sb.Rank1.paper(components=2)).double()
     loc = model.bayes.r.loc
     tangent = torch.randn_like(loc)
 
@@ -278,7 +280,7 @@ def test_converted_layers_come_in_the_order_of_their_names() -> None:
 
     net = WideResNet(10, 1, 3)
     net.again = net.output
-    model = sb.bayesianize(net, sb.Rank1())
+    model = sb.bayesianize(net, sb.Rank1.paper())
     expected = [(name, module) for name, module in model.named_modules() if isinstance(module, Converted)]
     assert converted_layers(model) == expected and len(expected) > 5
 
@@ -291,7 +293,7 @@ def test_draw_and_kl_of_one_compiled_call_share_the_joined_parameters(
     monkeypatch.setattr("slimbayes.accelerate.factor_groups.DEVICES", ("cpu",))
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), sb.Rank1(components=2))
+    model = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), sb.Rank1.paper(components=2))
     seen: list[list[object]] = []
 
     def backend(module: torch.fx.GraphModule, inputs: list) -> object:
@@ -319,7 +321,9 @@ def test_point_factors_of_all_convolutions_are_repeated_at_once(
     monkeypatch.setattr("slimbayes.accelerate.factor_groups.DEVICES", ("cpu",))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(32, 3))
-    model = sb.bayesianize(net, sb.Rank1(components=2, posterior="delta", random_sign_init=-0.5, clip=clip))
+    model = sb.bayesianize(
+        net, sb.Rank1.paper(components=2, posterior="delta", random_sign_init=-0.5, clip=clip)
+    )
     x = torch.randn(5, 3, 8, 8)
     seen: list[object] = []
 

@@ -12,11 +12,11 @@ from slimbayes.accelerate.gpu import weight_samples
 from slimbayes.core import context
 
 METHODS = {
-    "ktied": sb.KTied(),
-    "ktied rank 1": sb.KTied(rank=1),
-    "meanfield": sb.MeanField(),
-    "flipout": sb.MeanField(estimator="flipout"),
-    "he": sb.MeanField(prior=sb.HeNormal()),
+    "ktied": sb.KTied.paper(),
+    "ktied rank 1": sb.KTied.paper(rank=1),
+    "meanfield": sb.MeanField.paper(),
+    "flipout": sb.MeanField.paper(estimator="flipout"),
+    "he": sb.MeanField.paper(prior=sb.HeNormal()),
     "tied mean": sb.MeanField.paper(tied_mean=True),
     "capped": sb.MeanField.paper(stddev_max=0.0101),
 }
@@ -101,7 +101,7 @@ def test_compiled_in_one_function(name: str) -> None:
 @pytest.mark.uncounted
 def test_sums_of_changed_parameters_are_not_used() -> None:
     torch._dynamo.reset()
-    model = build(sb.KTied())
+    model = build(sb.KTied.paper())
     x, _ = data()
     for draw in (lambda: sb.draw(model, x), sb.compile(lambda: sb.draw(model, x), fullgraph=True)):
         draw()
@@ -118,7 +118,7 @@ def test_sums_of_changed_parameters_are_not_used() -> None:
 
 def test_sample_has_the_moments_of_the_posterior() -> None:
     torch.manual_seed(1)
-    layer = sb.bayesianize(nn.Linear(40, 30), sb.KTied(stddev_init=0.3))
+    layer = sb.bayesianize(nn.Linear(40, 30), sb.KTied.paper(stddev_init=0.3))
     rule, alone = layer.bayes, context.frame("", 1)
     samples = torch.stack(
         [
@@ -133,7 +133,7 @@ def test_sample_has_the_moments_of_the_posterior() -> None:
 
 def test_local_noise_has_the_moments_of_the_plain_estimator() -> None:
     torch.manual_seed(1)
-    layer = sb.bayesianize(nn.Linear(12, 7), sb.KTied(estimator="local", stddev_init=0.3))
+    layer = sb.bayesianize(nn.Linear(12, 7), sb.KTied.paper(estimator="local", stddev_init=0.3))
     x = torch.randn(3, 12)
     moments = []
     for fast in (True, False):
@@ -157,13 +157,13 @@ def test_tensors_tied_to_another_layer_keep_that_layers_prior() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(x) + self.table(x[:, 0].long().clamp(0, 29)).sum(1, keepdim=True)
 
-    model = sb.bayesianize(Tied(), sb.MeanField(prior=sb.HeNormal()), include=".")
+    model = sb.bayesianize(Tied(), sb.MeanField.paper(prior=sb.HeNormal()), include=".")
     step = sb.compile(lambda x: (sb.draw(model, x).sum(), sb.kl(model))[1], fullgraph=True)
     check(model, step(torch.rand(5, 8)))
 
 
 def test_seeded_draws_and_several_draws_keep_their_own_path() -> None:
-    model = build(sb.KTied())
+    model = build(sb.KTied.paper())
     x, _ = data()
     with sb.fast_paths(False):
         expected = sb.draw(model, x, samples=2, seed=3)

@@ -26,8 +26,8 @@ RANDOM_WEIGHTS = ["meanfield", "ktied", "drop_connect", "emp_linear", "ecmp_line
 def chosen(method):
     patch = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
     extra = {
-        "emp_linear": lambda: sb.EMP(components=3, patch=patch, init_noise=0.3),
-        "ecmp_linear": lambda: sb.ECMP(components=3, patch=patch, init_noise=0.3),
+        "emp_linear": lambda: sb.EMP.paper(components=3, patch=patch, init_noise=0.3),
+        "ecmp_linear": lambda: sb.ECMP.paper(components=3, patch=patch, init_noise=0.3),
     }
     return {**METHODS, **extra}[method]()
 
@@ -81,7 +81,9 @@ def test_nested_containers():
                 x = module(x)
             return x
 
-    model = sb.bayesianize(nn.Sequential(nn.Sequential(Block(3)), nn.Sequential()), sb.Rank1(components=2))
+    model = sb.bayesianize(
+        nn.Sequential(nn.Sequential(Block(3)), nn.Sequential()), sb.Rank1.paper(components=2)
+    )
     names = [row.name for row in sb.summary(model).rows]
     assert len(names) == 2 * 4 + 1
     assert names[-1] == "0.0.named.inner.named.inner.named.inner.named.leaf"
@@ -120,7 +122,7 @@ def test_tied_weights_share_one_posterior_and_one_sample(method):
 
 
 def test_tied_weights_are_counted_once_in_parameters_and_kl():
-    for method, spread in ((sb.MeanField(), 16), (sb.KTied(rank=2), 2 * (4 + 4))):
+    for method, spread in ((sb.MeanField.paper(), 16), (sb.KTied.paper(rank=2), 2 * (4 + 4))):
         tied = convert(Tied, method)
         assert sb.summary(tied).base_parameters == 16 + 4 + 4
         assert sb.summary(tied).parameters == 16 + 8 + spread + 8
@@ -348,7 +350,7 @@ def test_encoder_whose_dropout_alone_is_active_leaves_the_fast_path():
 
 def test_encoder_compiled_without_gradients():
     with quiet():
-        model = convert(lambda: encoder(1), sb.Rank1(components=2, dropout_rate=0.1)).eval()
+        model = convert(lambda: encoder(1), sb.Rank1.paper(components=2, dropout_rate=0.1)).eval()
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
     eager = sb.draw(model, x, noise="mean").detach()
     torch._dynamo.reset()
@@ -365,7 +367,7 @@ def test_encoder_compiled_without_gradients():
 def test_unconverted_encoder_keeps_its_fast_path():
     with quiet():
         model = sb.bayesianize(
-            nn.Sequential(encoder(1), nn.Linear(8, 2)), sb.Rank1(components=2), include="^1$"
+            nn.Sequential(encoder(1), nn.Linear(8, 2)), sb.Rank1.paper(components=2), include="^1$"
         )
     assert model[0].layers[0].activation_relu_or_gelu == 1
 
@@ -374,7 +376,7 @@ def test_transformer_decoder_and_full_transformer():
     torch.manual_seed(0)
     with quiet():
         network = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-        model = sb.bayesianize(copy.deepcopy(network), sb.Rank1(components=2)).eval()
+        model = sb.bayesianize(copy.deepcopy(network), sb.Rank1.paper(components=2)).eval()
         source, target = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
         mask = nn.Transformer.generate_square_subsequent_mask(4)
         with torch.no_grad():
@@ -485,8 +487,8 @@ def test_converted_backbone_inside_another_module(method):
         changed, _ = trained_step(outer, (features(),), torch.tensor([0, 1, 0, 1]))
         assert any("head" in name for name in changed)
     with pytest.raises(ValueError, match=r"its module 'backbone.*' is converted already"):
-        sb.bayesianize(model, sb.Rank1())
-    two = nn.Sequential(convert(mlp, sb.Rank1()), convert(lambda: mlp(2), sb.Rank1()))
+        sb.bayesianize(model, sb.Rank1.paper())
+    two = nn.Sequential(convert(mlp, sb.Rank1.paper()), convert(lambda: mlp(2), sb.Rank1.paper()))
     with pytest.raises(ValueError, match=r"holds several converted networks \('0', '1'\)"):
         sb.draw(two, features())
 
@@ -508,7 +510,9 @@ def test_compiled_wrapper(method):
 
 
 def test_components_per_step_follows_the_mode_of_a_compiled_model():
-    model = convert(lambda: nn.Linear(3, 2), sb.Rank1(components=3, components_per_step=1, factors="output"))
+    model = convert(
+        lambda: nn.Linear(3, 2), sb.Rank1.paper(components=3, components_per_step=1, factors="output")
+    )
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     assert sb.draw(compiled, features(), noise="mean").shape[0] == 1

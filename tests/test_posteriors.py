@@ -21,7 +21,7 @@ TRUNCATED_SD = 0.1 * math.sqrt(1 - 4 * stats.norm.pdf(2) / (2 * stats.norm.cdf(2
 
 def rank1(**options):
     torch.manual_seed(0)
-    return sb.bayesianize(nn.Linear(2000, 1500), sb.Rank1(components=4, **options)).bayes
+    return sb.bayesianize(nn.Linear(2000, 1500), sb.Rank1.paper(components=4, **options)).bayes
 
 
 @pytest.mark.parametrize(("rate", "rho"), [(1e-3, -3.4375), (1e-6, -6.9073), (5e-7, -7.2540)])
@@ -76,7 +76,7 @@ def test_halfcauchy_keeps_the_priors_location():
 @pytest.mark.parametrize(("rank", "start"), [(1, -2.303), (2, -2.649), (3, -2.852)])
 def test_ktied_start(rank, start):
     torch.manual_seed(2)
-    model = sb.bayesianize(nn.Linear(3000, 2000), sb.KTied(rank=rank))
+    model = sb.bayesianize(nn.Linear(3000, 2000), sb.KTied.paper(rank=rank))
     posterior = model.bayes.weight
     assert 0.5 * (math.log(0.01) - math.log(rank)) == pytest.approx(start, abs=5e-4)
     assert posterior.log_u.shape == (2000, rank)
@@ -88,7 +88,7 @@ def test_ktied_start(rank, start):
 
 
 @pytest.mark.parametrize(
-    "method", [sb.MeanField(), sb.MeanField(stddev_init=0.3), sb.KTied(stddev_init=0.02)]
+    "method", [sb.MeanField.paper(), sb.MeanField.paper(stddev_init=0.3), sb.KTied.paper(stddev_init=0.02)]
 )
 def test_meanfield_start(method):
     torch.manual_seed(3)
@@ -122,7 +122,7 @@ def test_cap_holds_and_lets_sigma_come_back():
 
 def test_cap_through_training():
     """A KL that wants σ = 1 stops at the cap; one that wants 0.05 comes back from above it."""
-    model = sb.bayesianize(nn.Linear(3, 2).double(), sb.MeanField(stddev_max=0.2))
+    model = sb.bayesianize(nn.Linear(3, 2).double(), sb.MeanField.paper(stddev_max=0.2))
     set_sigma(model.bayes.weight, 0.19)
     adam = torch.optim.Adam(model.parameters(), 0.05)
     for _ in range(50):
@@ -131,7 +131,9 @@ def test_cap_through_training():
         adam.step()
     scale = model.bayes.weight(model.weight).scale
     assert torch.equal(scale, torch.full_like(scale, 0.2))
-    down = sb.bayesianize(nn.Linear(3, 2).double(), sb.MeanField(prior=sb.Normal(0.0, 0.05), stddev_max=0.2))
+    down = sb.bayesianize(
+        nn.Linear(3, 2).double(), sb.MeanField.paper(prior=sb.Normal(0.0, 0.05), stddev_max=0.2)
+    )
     set_sigma(down.bayes.weight, 0.6)
     adam = torch.optim.Adam(down.parameters(), 0.1)
     for _ in range(200):
@@ -159,7 +161,7 @@ def factor_model(posterior, which="input", clip=None):
     """An identity layer: its output is the factor itself, [2 components, 3 channels]."""
     layer = nn.Linear(3, 3, bias=False).double()
     nn.init.eye_(layer.weight)
-    model = sb.bayesianize(layer, sb.Rank1(2, posterior, factors=which, clip=clip))
+    model = sb.bayesianize(layer, sb.Rank1.paper(components=2, posterior=posterior, factors=which, clip=clip))
     factor = model.bayes.s if which == "input" else model.bayes.r
     with torch.no_grad():
         factor.loc.copy_(LOCS)
@@ -229,7 +231,7 @@ def test_clip_bounds_samples_and_stops_their_gradient(clip, seed):
 @pytest.mark.parametrize("noise", ["example", "shared"])
 @pytest.mark.parametrize(
     "method",
-    [sb.MeanField(), sb.KTied(rank=2), sb.MeanField(biases=False)],
+    [sb.MeanField.paper(), sb.KTied.paper(rank=2), sb.MeanField.paper(biases=False)],
     ids=["MeanField", "KTied", "weights"],
 )
 def test_weight_samples_follow_their_law(method, noise, seed):
@@ -336,7 +338,7 @@ def test_indices_follow_the_mixing_law(components, seed, probs):
     torch.manual_seed(10)
     learn = probs is not None
     model = sb.bayesianize(
-        nn.Linear(2, 1).double(), sb.ECMP(components, patch=("output",), learn_mixing=learn)
+        nn.Linear(2, 1).double(), sb.ECMP.paper(components=components, patch=("output",), learn_mixing=learn)
     )
     law = torch.full((components,), 1 / components, dtype=F64)
     with torch.no_grad():

@@ -142,11 +142,12 @@ def test_compiled(methods):
     torch.testing.assert_close(loss, nll + kl / 50)
 
 
-def test_many_networks_at_once():
-    """What fit_many trains together follows the same losses as what fit trains alone."""
+@pytest.mark.parametrize("name", ["ktied", "empirical"])
+def test_many_networks_at_once(name):
+    """The KL of their histories is each network's own, times its temperature."""
     settings = sb.Training(epochs=1, batch_size=5, optimizer="sgd", lr=1e-3)
     models = [
-        sb.bayesianize(network(), dataclasses.replace(HOT["ktied"], temperature=t)) for t in (0.1, 0.1, 1.0)
+        sb.bayesianize(network(), dataclasses.replace(HOT[name], temperature=t)) for t in (0.1, 0.1, 1.0)
     ]
     kls = [sb.kl(model).item() for model in models]
     found = sb.fit_many(models, (X, Y), settings)

@@ -38,7 +38,7 @@ def test_rank1_perturbs_like_the_full_matrix(layer, loss, factors):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     plain, x = copy.deepcopy(net), torch.randn(5, 4, dtype=F64)
-    model = sb.bayesianize(net, sb.Rank1(components=1))
+    model = sb.bayesianize(net, sb.Rank1.paper(components=1))
     for i in (0, 2, 4):
         nn.init.ones_(model[i].bayes.r.loc)
         nn.init.ones_(model[i].bayes.s.loc)
@@ -62,7 +62,7 @@ def test_rank1_perturbs_like_the_full_matrix(layer, loss, factors):
 def test_rank1_layer_is_the_elementwise_product():
     """r ∘ (W (s ∘ x)) + b = (W ∘ r sᵀ) x + b for every component and example, by its own r, s and b."""
     torch.manual_seed(1)
-    model = sb.bayesianize(nn.Linear(3, 2).double(), sb.Rank1(components=2))
+    model = sb.bayesianize(nn.Linear(3, 2).double(), sb.Rank1.paper(components=2))
     nn.init.normal_(model.bias)
     x = torch.randn(4, 3, dtype=F64)
     y = sb.draw(model, x, noise="mean")
@@ -138,7 +138,7 @@ def test_reductions_by_hand():
 
 def test_average_reduction_is_torchs_loss_on_the_rows():
     torch.manual_seed(2)
-    model = sb.bayesianize(nn.Linear(3, 4).double(), sb.Rank1(2))
+    model = sb.bayesianize(nn.Linear(3, 4).double(), sb.Rank1.paper(components=2))
     x, y = torch.randn(5, 3, dtype=F64), torch.randint(4, (5,))
     draws = sb.draw(model, x, samples=3)
     expected = F.cross_entropy(draws.flatten(0, 1), y.repeat(6))
@@ -150,7 +150,7 @@ def test_average_reduction_is_torchs_loss_on_the_rows():
 @pytest.mark.parametrize("reduction", ["average", "mixture", "logits"])
 def test_loss_is_nll_plus_weighted_kl_per_datum(weight, num_data, reduction):
     torch.manual_seed(3)
-    model = sb.bayesianize(nn.Linear(3, 4).double(), sb.MeanField())
+    model = sb.bayesianize(nn.Linear(3, 4).double(), sb.MeanField.paper())
     x, y = torch.randn(5, 3, dtype=F64), torch.randint(4, (5,))
     draws = sb.draw(model, x, samples=2)
     result = sb.elbo(draws, y, model, num_data, reduction=reduction, kl_weight=weight)
@@ -193,7 +193,10 @@ def mixture_moments(kind, draws, likelihood):
 def test_law_of_total_variance(kind, options):
     torch.manual_seed(4)
     net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
-    model, likelihood = sb.bayesianize(net, sb.Rank1(2, dropout_rate=0.1)), LIKELIHOODS[kind]()
+    model, likelihood = (
+        sb.bayesianize(net, sb.Rank1.paper(components=2, dropout_rate=0.1)),
+        LIKELIHOODS[kind](),
+    )
     x = torch.randn(5, 3, dtype=F64)
     prediction = sb.predict(model, x, samples=4, seed=9, likelihood=likelihood, **options)
     draws = sb.draw(model, x, samples=4, seed=9).detach()
@@ -263,27 +266,27 @@ SPREADS = inside("weight.rho", "bias.rho")
 TIED = inside("weight.log_u", "weight.log_v", "bias.rho")
 WEIGHTS = {"0.weight", "3.weight"}
 GROUPS = {
-    "Rank1": (sb.Rank1(2), {"decayed": BASE, "factors": RANK1}),
+    "Rank1": (sb.Rank1.paper(components=2), {"decayed": BASE, "factors": RANK1}),
     "Rank1 halfcauchy": (
-        sb.Rank1(2, "halfcauchy"),
+        sb.Rank1.paper(components=2, posterior="halfcauchy"),
         {"decayed": BASE, "factors": inside("r.spread.rho", "s.spread.rho")},
     ),
     "Rank1 random input": (
-        sb.Rank1(2, random="input"),
+        sb.Rank1.paper(components=2, random="input"),
         {"decayed": BASE, "factors": RANK1 - inside("r.spread.rho")},
     ),
-    "Rank1 frozen": (sb.Rank1(2, train_base=False), {"factors": RANK1}),
+    "Rank1 frozen": (sb.Rank1.paper(components=2, train_base=False), {"factors": RANK1}),
     "BatchEnsemble": (sb.BatchEnsemble(2), {"decayed": BASE, "factors": inside("r.loc", "s.loc")}),
-    "MeanField": (sb.MeanField(), {"decayed": NORM, "undecayed": (BASE - NORM) | SPREADS}),
+    "MeanField": (sb.MeanField.paper(), {"decayed": NORM, "undecayed": (BASE - NORM) | SPREADS}),
     "MeanField weights": (
-        sb.MeanField(biases=False),
+        sb.MeanField.paper(biases=False),
         {"decayed": BASE - WEIGHTS, "undecayed": WEIGHTS | inside("weight.rho")},
     ),
-    "KTied": (sb.KTied(), {"decayed": NORM, "undecayed": (BASE - NORM) | TIED}),
-    "EMP": (sb.EMP(2), {"decayed": BASE}),
-    "ECMP": (sb.ECMP(2), {"decayed": BASE}),
+    "KTied": (sb.KTied.paper(), {"decayed": NORM, "undecayed": (BASE - NORM) | TIED}),
+    "EMP": (sb.EMP.paper(components=2), {"decayed": BASE}),
+    "ECMP": (sb.ECMP.paper(components=2), {"decayed": BASE}),
     "EMP mixing": (
-        sb.EMP(2, learn_mixing=True),
+        sb.EMP.paper(components=2, learn_mixing=True),
         {"decayed": BASE, "undecayed": {"1.bayes.mixing.logits", "3.bayes.mixing.logits"}},
     ),
     "MCDropout": (sb.MCDropout(), {"decayed": BASE}),
@@ -346,7 +349,12 @@ def test_norms_of_other_libraries_are_known_by_their_names():
 
 def test_rules_of_several_methods_are_grouped_by_layer():
     model = sb.bayesianize(
-        small_network(), [("^0$", sb.Rank1(2)), ("^1$", sb.EMP(2, learn_mixing=True)), ("^3$", sb.KTied())]
+        small_network(),
+        [
+            ("^0$", sb.Rank1.paper(components=2)),
+            ("^1$", sb.EMP.paper(components=2, learn_mixing=True)),
+            ("^3$", sb.KTied.paper()),
+        ],
     )
     names = {id(p): n for n, p in model.named_parameters()}
     groups = sb.parameter_groups(model, lr=0.1, weight_decay=1e-4)
@@ -359,7 +367,7 @@ def test_rules_of_several_methods_are_grouped_by_layer():
 
 def test_frozen_base_stays_where_it_was():
     torch.manual_seed(5)
-    model = sb.bayesianize(small_network(), sb.Rank1(2, train_base=False))
+    model = sb.bayesianize(small_network(), sb.Rank1.paper(components=2, train_base=False))
     before = {name: value.clone() for name, value in model.named_parameters()}
     optimizer = torch.optim.SGD(sb.parameter_groups(model, lr=0.5, weight_decay=0.1))
     x, y = torch.randn(8, 3), torch.randint(2, (8,))

@@ -13,13 +13,13 @@ from slimbayes.core.context import Draw
 from slimbayes.core.conversion import converted_layers
 
 METHODS = {
-    "rank1": sb.Rank1(components=2),
-    "rank1-input": sb.Rank1(components=2, random="input"),
-    "rank1-cauchy": sb.Rank1(components=2, posterior="cauchy"),
-    "meanfield": sb.MeanField(stddev_init=0.3),
-    "ktied": sb.KTied(stddev_init=0.3),
-    "flipout": sb.MeanField(stddev_init=0.3, estimator="flipout"),
-    "local": sb.KTied(stddev_init=0.3, estimator="local"),
+    "rank1": sb.Rank1.paper(components=2),
+    "rank1-input": sb.Rank1.paper(components=2, random="input"),
+    "rank1-cauchy": sb.Rank1.paper(components=2, posterior="cauchy"),
+    "meanfield": sb.MeanField.paper(stddev_init=0.3),
+    "ktied": sb.KTied.paper(stddev_init=0.3),
+    "flipout": sb.MeanField.paper(stddev_init=0.3, estimator="flipout"),
+    "local": sb.KTied.paper(stddev_init=0.3, estimator="local"),
 }
 
 

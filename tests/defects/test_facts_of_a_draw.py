@@ -19,7 +19,7 @@ def learner(**options):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     options = {"components": 3, "init_noise": 0.5, "learn_mixing": True, "patch": ("output",), **options}
-    return sb.bayesianize(net, sb.EMP(**options))
+    return sb.bayesianize(net, sb.EMP.paper(**options))
 
 
 def mixing_gradient(loss, model):
@@ -126,7 +126,9 @@ def test_several_outputs_and_no_rows():
             return {"a": self.a(x), "b": (self.b(x), len(x)), "x": x, "scale": self.a.weight.square().sum()}
 
     torch.manual_seed(0)
-    model = sb.bayesianize(Two(), sb.EMP(components=2, patch=(nn.Linear,), init_noise=0.5, learn_mixing=True))
+    model = sb.bayesianize(
+        Two(), sb.EMP.paper(components=2, patch=(nn.Linear,), init_noise=0.5, learn_mixing=True)
+    )
     outputs = sb.draw(model, X, samples=16)
     assert outputs["b"][1] == 96
     found = [mixing_gradient(loss_of(one, model), model) for one in (outputs["a"], outputs["b"][0])]
@@ -162,7 +164,9 @@ def test_two_threads():
 
 
 @pytest.mark.parametrize(
-    "method", [sb.MeanField(), sb.KTied(), sb.MeanField(estimator="flipout"), sb.Rank1()], ids=str
+    "method",
+    [sb.MeanField.paper(), sb.KTied.paper(), sb.MeanField.paper(estimator="flipout"), sb.Rank1.paper()],
+    ids=str,
 )
 def test_the_kl_of_two_draws_is_charged_once_each(method):
     """Whichever draw is scored, the KL and its gradient are the plain ones, and so after a change of the weights."""

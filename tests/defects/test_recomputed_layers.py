@@ -11,14 +11,14 @@ from torch.utils.checkpoint import checkpoint
 import slimbayes as sb
 
 METHODS = {
-    "rank1": sb.Rank1(components=2, clip=None),
+    "rank1": sb.Rank1.paper(components=2, clip=None),
     "batchensemble": sb.BatchEnsemble(components=2),
-    "meanfield": sb.MeanField(stddev_init=0.2),
-    "ktied": sb.KTied(stddev_init=0.2),
-    "flipout": sb.MeanField(stddev_init=0.2, estimator="flipout"),
-    "local": sb.KTied(stddev_init=0.2, estimator="local"),
-    "emp": sb.EMP(components=3, patch=(nn.Linear,), init_noise=0.3),
-    "ecmp learned": sb.ECMP(components=3, patch=(nn.Linear,), init_noise=0.3, learn_mixing=True),
+    "meanfield": sb.MeanField.paper(stddev_init=0.2),
+    "ktied": sb.KTied.paper(stddev_init=0.2),
+    "flipout": sb.MeanField.paper(stddev_init=0.2, estimator="flipout"),
+    "local": sb.KTied.paper(stddev_init=0.2, estimator="local"),
+    "emp": sb.EMP.paper(components=3, patch=(nn.Linear,), init_noise=0.3),
+    "ecmp learned": sb.ECMP.paper(components=3, patch=(nn.Linear,), init_noise=0.3, learn_mixing=True),
     "mcdropout": sb.MCDropout(0.3),
     "dropconnect": sb.DropConnect(0.3),
     "ensemble": [("inner", sb.DeepEnsemble(members=2))],

@@ -236,7 +236,7 @@ def test_a_subclass_of_a_causal_model_is_causal():
 def test_a_causal_model_is_scored_at_the_next_token(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
-    model = sb.bayesianize(transformers.LlamaForCausalLM(config), sb.KTied(), include="lm_head")
+    model = sb.bayesianize(transformers.LlamaForCausalLM(config), sb.KTied.paper(), include="lm_head")
     ids = torch.randint(60, (4, 6))
     labels = ids.masked_fill(torch.arange(6) > 4, -100)
     loop = BayesianTrainer(model, options(tmp_path), num_data=100, predict_samples=2)
@@ -253,7 +253,7 @@ def test_a_causal_model_is_scored_at_the_next_token(tmp_path):
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_shares_of_a_causal_step_add_up(tmp_path, kind):
     """Trainer counts the first label of a row for one and not for the other."""
-    model = sb.bayesianize(causal(kind), sb.KTied(), include="lm_head")
+    model = sb.bayesianize(causal(kind), sb.KTied.paper(), include="lm_head")
     batches = [{"input_ids": ids, "labels": ids.clone()} for ids in torch.randint(60, (2, 3, 6))]
     batches[1]["labels"][:, 2:] = -100
     losses = [elbo_loss(model, num_data=6, kl_weight=weight) for weight in (0.0, 1.0)]

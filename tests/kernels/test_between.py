@@ -240,7 +240,7 @@ def gradients(net, x, call=None, seed=3):
 
 @pytest.mark.parametrize(
     "method",
-    [sb.Rank1(components=2), sb.Rank1(components=2, random="output"), sb.BatchEnsemble(2)],
+    [sb.Rank1.paper(components=2), sb.Rank1.paper(components=2, random="output"), sb.BatchEnsemble(2)],
     ids=["rank1", "random output", "batchensemble"],
 )
 @pytest.mark.parametrize("bias", [False, True])
@@ -264,7 +264,7 @@ def test_a_network(method, bias, monkeypatch):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed(reentrant):
-    net = network(sb.Rank1(components=2), False)
+    net = network(sb.Rank1.paper(components=2), False)
     x = torch.randn(3, 3, 6, 6, device=DEVICE, requires_grad=True)
 
     class Whole(nn.Module):

@@ -127,7 +127,7 @@ def as_on_a_gpu(monkeypatch):
 def network(**settings):
     torch.manual_seed(1)
     return sb.bayesianize(
-        nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)), sb.Rank1(**settings)
+        nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)), sb.Rank1.paper(**settings)
     ).to(DEVICE)
 
 
@@ -172,7 +172,7 @@ def lone(dtype=torch.float32):
     """A network with one factor, which is a group of its own."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(4, 5))
-    return sb.bayesianize(net, sb.Rank1(components=2, factors="input")).to(DEVICE, dtype)
+    return sb.bayesianize(net, sb.Rank1.paper(components=2, factors="input")).to(DEVICE, dtype)
 
 
 def test_one_factor_is_joined_in_memory_of_its_own(as_on_a_gpu):

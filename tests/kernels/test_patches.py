@@ -56,7 +56,9 @@ def test_what_nobody_reads_has_gradient_zero() -> None:
     assert float(given[0].grad.sum()) == 4.0
 
 
-@pytest.mark.parametrize("method", [sb.EMP(components=3), sb.ECMP(components=3)], ids=["emp", "ecmp"])
+@pytest.mark.parametrize(
+    "method", [sb.EMP.paper(components=3), sb.ECMP.paper(components=3)], ids=["emp", "ecmp"]
+)
 def test_a_network_takes_the_patches_chosen_before_it_ran(method, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = DEVICE.type
     monkeypatch.setattr(factor_groups, "DEVICES", (kind,))
@@ -83,4 +85,4 @@ def test_a_network_takes_the_patches_chosen_before_it_ran(method, monkeypatch: p
     step(x).backward()
     for layer in (model[1], model[3]):
         rows = layer.weight.grad.flatten(1).ne(0)
-        assert rows.any() and (method == sb.ECMP(components=3) or int(rows.any(1).sum()) == 1)
+        assert rows.any() and (method == sb.ECMP.paper(components=3) or int(rows.any(1).sum()) == 1)

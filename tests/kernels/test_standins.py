@@ -148,7 +148,7 @@ def test_factors_on_rows(size, channels_last, repeats):
 
 @pytest.mark.parametrize(
     "method",
-    [sb.Rank1(components=2), sb.Rank1(components=2, random="input"), sb.BatchEnsemble(2)],
+    [sb.Rank1.paper(components=2), sb.Rank1.paper(components=2, random="input"), sb.BatchEnsemble(2)],
     ids=["rank1", "random input", "ensemble"],
 )
 @pytest.mark.parametrize("noise", ["example", "shared"])

@@ -58,7 +58,7 @@ def traced(method, monkeypatch: pytest.MonkeyPatch, build, size: int):
 @pytest.mark.parametrize(
     "method, build, size",
     [
-        (sb.Rank1(components=2), lambda: WideResNet(10, 1, 3), 8),
+        (sb.Rank1.paper(components=2), lambda: WideResNet(10, 1, 3), 8),
         (sb.BatchEnsemble(components=2), lambda: resnet18(3), 32),
     ],
     ids=["rank1", "batchensemble"],

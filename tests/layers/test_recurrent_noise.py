@@ -14,24 +14,26 @@ from slimbayes.accelerate.cpu import lstm_layer
 from slimbayes.core.posteriors import positive
 
 METHODS = {
-    "meanfield": lambda: sb.MeanField(stddev_init=0.3),
-    "ktied": lambda: sb.KTied(stddev_init=0.3),
-    "flipout": lambda: sb.MeanField(stddev_init=0.3, estimator="flipout"),
-    "rank1": lambda: sb.Rank1(components=2, dropout_rate=0.2),
-    "rank1_cauchy": lambda: sb.Rank1(components=2, posterior="cauchy", dropout_rate=0.1),
-    "additive": lambda: sb.Rank1(components=2, perturbation="additive", dropout_rate=0.1),
+    "meanfield": lambda: sb.MeanField.paper(stddev_init=0.3),
+    "ktied": lambda: sb.KTied.paper(stddev_init=0.3),
+    "flipout": lambda: sb.MeanField.paper(stddev_init=0.3, estimator="flipout"),
+    "rank1": lambda: sb.Rank1.paper(components=2, dropout_rate=0.2),
+    "rank1_cauchy": lambda: sb.Rank1.paper(components=2, posterior="cauchy", dropout_rate=0.1),
+    "additive": lambda: sb.Rank1.paper(components=2, perturbation="additive", dropout_rate=0.1),
     "variational_dropout": lambda: sb.MCDropout(rate=0.3, granularity="channel"),
     "drop_connect": lambda: sb.DropConnect(rate=0.3),
-    "emp": lambda: sb.EMP(
+    "emp": lambda: sb.EMP.paper(
         patch=tuple(kind for kind, _ in (*LAYERS.values(), *CELLS.values())), init_noise=0.5
     ),
 }
 VARIANTS = {
-    "only_inputs": lambda: sb.Rank1(components=2, factors="input", dropout_rate=0.1),
-    "only_outputs": lambda: sb.Rank1(components=2, factors="output", dropout_rate=0.1),
-    "random_inputs": lambda: sb.Rank1(components=2, random="input", dropout_rate=0.1),
-    "lognormal": lambda: sb.Rank1(components=2, posterior="lognormal", dropout_rate=0.1, kl_reduction="mean"),
-    "additive_output": lambda: sb.Rank1(
+    "only_inputs": lambda: sb.Rank1.paper(components=2, factors="input", dropout_rate=0.1),
+    "only_outputs": lambda: sb.Rank1.paper(components=2, factors="output", dropout_rate=0.1),
+    "random_inputs": lambda: sb.Rank1.paper(components=2, random="input", dropout_rate=0.1),
+    "lognormal": lambda: sb.Rank1.paper(
+        components=2, posterior="lognormal", dropout_rate=0.1, kl_reduction="mean"
+    ),
+    "additive_output": lambda: sb.Rank1.paper(
         components=2, perturbation="additive", factors="output", dropout_rate=0.1
     ),
 }
@@ -246,10 +248,10 @@ def imdb():
 @pytest.mark.parametrize(
     ("method", "count"),
     [
-        (sb.MeanField(biases=False), 2_822_656),
-        (sb.KTied(rank=1, biases=False), 2_692_864),
-        (sb.KTied(rank=2, biases=False), 2_694_144),
-        (sb.KTied(rank=3, biases=False), 2_695_424),
+        (sb.MeanField.paper(biases=False), 2_822_656),
+        (sb.KTied.paper(rank=1, biases=False), 2_692_864),
+        (sb.KTied.paper(rank=2, biases=False), 2_694_144),
+        (sb.KTied.paper(rank=3, biases=False), 2_695_424),
     ],
 )
 def test_counts_of_the_ktied_papers_lstm(method, count):
@@ -258,7 +260,7 @@ def test_counts_of_the_ktied_papers_lstm(method, count):
 
 def test_counts_of_rank1_factors():
     """α [K, in] and γ [K, 4u] for both kernels, means and scales; K biases."""
-    model = sb.bayesianize(nn.LSTM(10, 6), sb.Rank1(components=4))
+    model = sb.bayesianize(nn.LSTM(10, 6), sb.Rank1.paper(components=4))
     added = 4 * 2 * (10 + 24 + 6 + 24) + 3 * 2 * 24
     assert sb.summary(model).parameters == sum(p.numel() for p in nn.LSTM(10, 6).parameters()) + added
 
@@ -268,7 +270,7 @@ def test_long_sequences_with_heavy_tails():
     torch.manual_seed(0)
     net = nn.ModuleDict({"rnn": nn.LSTM(4, 8, batch_first=True), "head": nn.Linear(8, 2)})
     net.forward = lambda x: net["head"](net["rnn"](x)[0][:, -1])
-    model = sb.bayesianize(net, sb.Rank1(components=2, posterior="cauchy", dropout_rate=1e-3))
+    model = sb.bayesianize(net, sb.Rank1.paper(components=2, posterior="cauchy", dropout_rate=1e-3))
     optimizer = torch.optim.Adam(sb.parameter_groups(model, 1e-2, 0.0))
     x, y = torch.randn(8, 1000, 4), torch.randint(2, (8,))
     for step in range(6):
@@ -284,7 +286,7 @@ def test_one_component_per_step():
     """A training step of one component is that component's part of a step of all."""
     torch.manual_seed(0)
     net = Sequences(batch_first=True, num_layers=2).double()
-    model = sb.bayesianize(net, sb.Rank1(components=3, components_per_step=1, dropout_rate=0.1))
+    model = sb.bayesianize(net, sb.Rank1.paper(components=3, components_per_step=1, dropout_rate=0.1))
     x = inputs()
     for noise in ("example", "shared", "mean"):
         whole = sb.draw(model.eval(), x, seed=4, noise=noise)
@@ -335,5 +337,5 @@ def test_no_rows_and_no_steps(method):
     model = convert(Sequences(batch_first=True), method)
     with pytest.raises(ValueError, match=r"'rnn' .LSTM. got sequences without steps"):
         sb.draw(model, inputs(steps=0))
-    single = sb.bayesianize(Sequences(batch_first=True).double(), sb.Rank1(components=1))
+    single = sb.bayesianize(Sequences(batch_first=True).double(), sb.Rank1.paper(components=1))
     assert single(inputs(batch=0)).shape == (0, 5, HIDDEN)

@@ -13,13 +13,13 @@ from slimbayes.core.context import current_draw
 from slimbayes.core.conversion import converted_layers, find_record
 
 METHODS = {
-    "rank1": sb.Rank1(components=2),
+    "rank1": sb.Rank1.paper(components=2),
     "batch_ensemble": sb.BatchEnsemble(components=2),
-    "meanfield": sb.MeanField(),
-    "flipout": sb.MeanField(estimator="flipout"),
-    "ktied": sb.KTied(),
-    "emp": sb.EMP(patch=("rnn", "cell", "output"), init_noise=0.1),
-    "ecmp": sb.ECMP(patch=("rnn", "cell", "output"), init_noise=0.1, learn_mixing=True),
+    "meanfield": sb.MeanField.paper(),
+    "flipout": sb.MeanField.paper(estimator="flipout"),
+    "ktied": sb.KTied.paper(),
+    "emp": sb.EMP.paper(patch=("rnn", "cell", "output"), init_noise=0.1),
+    "ecmp": sb.ECMP.paper(patch=("rnn", "cell", "output"), init_noise=0.1, learn_mixing=True),
     "dropout": sb.MCDropout(),
     "drop_connect": sb.DropConnect(),
 }
@@ -133,7 +133,7 @@ def test_compress(tmp_path):
 def test_tied_layers_share_one_posterior():
     net = nn.Sequential(Sequences(batch_first=True), nn.Linear(HIDDEN, SIZE), Sequences(batch_first=True))
     net[2].rnn.weight_hh_l0 = net[0].rnn.weight_hh_l0
-    model = sb.bayesianize(net.double(), sb.MeanField(), include=[r"^0\.rnn"])
+    model = sb.bayesianize(net.double(), sb.MeanField.paper(), include=[r"^0\.rnn"])
     assert "2.rnn" in find_record(model).layers  # what shares a random weight follows
     first, second = model[0].rnn.kernels[1].bayes, model[2].rnn.kernels[1].bayes
     assert first.weight is second.weight and first.weight_source == second.weight_source
@@ -168,11 +168,11 @@ class TimeFirst(nn.Module):
 
 
 def test_rows_are_the_second_axis():
-    model = sb.bayesianize(TimeFirst(), sb.MeanField())
+    model = sb.bayesianize(TimeFirst(), sb.MeanField.paper())
     for steps in (4, 8):  # as many as rows, or twice: only another batch shows that they are none
         with pytest.raises(ValueError, match="'rnn'"):
             sb.draw(model, torch.randn(4, steps, SIZE), samples=3)
-    layer = sb.bayesianize(nn.LSTM(SIZE, HIDDEN), sb.Rank1(components=2))
+    layer = sb.bayesianize(nn.LSTM(SIZE, HIDDEN), sb.Rank1.paper(components=2))
     with pytest.raises(ValueError, match="do not divide"):
         layer(torch.zeros(5, 3, SIZE))
     assert layer(torch.zeros(5, 4, SIZE))[0].shape == (5, 4, HIDDEN)
@@ -180,7 +180,7 @@ def test_rows_are_the_second_axis():
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 def test_what_is_refused_says_so():
-    for method in (sb.MeanField(estimator="local"), sb.KTied(estimator="local")):
+    for method in (sb.MeanField.paper(estimator="local"), sb.KTied.paper(estimator="local")):
         with pytest.raises(TypeError, match=r"'rnn' of type LSTM.*every time step.*exclude='rnn'"):
             sb.bayesianize(Sequences(), method)
     with pytest.raises(TypeError, match=r"DeepEnsemble cannot convert layer 'rnn'.*whole network"):
@@ -188,10 +188,10 @@ def test_what_is_refused_says_so():
     net = Sequences()
     torch.nn.utils.weight_norm(net.rnn, "weight_hh_l0")
     with pytest.raises(ValueError, match=r"layer 'rnn' computes its 'weight_hh_l0'.*exclude='rnn'"):
-        sb.bayesianize(net, sb.MeanField())
+        sb.bayesianize(net, sb.MeanField.paper())
     assert type(net.rnn) is nn.LSTM
     with pytest.raises(ValueError, match="converted already"):
-        sb.bayesianize(converted("rank1"), sb.Rank1())
+        sb.bayesianize(converted("rank1"), sb.Rank1.paper())
 
 
 def test_the_ensemble_of_a_network_with_recurrent_layers():
@@ -203,7 +203,7 @@ def test_the_ensemble_of_a_network_with_recurrent_layers():
 
 @pytest.mark.parametrize("verb", [sb.draw, sb.predict])
 def test_packed_sequences_are_no_inputs_of_a_draw(verb):
-    model = sb.bayesianize(nn.LSTM(SIZE, HIDDEN), sb.MeanField())
+    model = sb.bayesianize(nn.LSTM(SIZE, HIDDEN), sb.MeanField.paper())
     packed = nn.utils.rnn.pack_sequence([torch.zeros(2, SIZE), torch.zeros(1, SIZE)])
     for args, named, name in (
         ((packed,), {}, "0"),
@@ -245,7 +245,7 @@ def test_fit_many_says_what_it_cannot_do():
 
 def test_own_dropout_follows_the_mode_and_the_method():
     x = inputs(dtype=torch.float32)
-    for method, active in ((sb.MeanField(stddev_init=1e-6), False), (sb.MCDropout(rate=0.0), True)):
+    for method, active in ((sb.MeanField.paper(stddev_init=1e-6), False), (sb.MCDropout(rate=0.0), True)):
         torch.manual_seed(0)
         model = sb.bayesianize(Sequences(num_layers=2, dropout=0.5, batch_first=True), method)
         for training in (True, False):
@@ -258,7 +258,7 @@ def test_own_dropout_follows_the_mode_and_the_method():
 
 
 def test_a_cell_outside_of_a_draw_draws_at_every_call():
-    model = sb.bayesianize(Looped(), sb.Rank1(components=1, dropout_rate=0.2))
+    model = sb.bayesianize(Looped(), sb.Rank1.paper(components=1, dropout_rate=0.2))
     x = torch.ones(2, SIZE)
     assert not torch.allclose(model.cell(x)[0], model.cell(x)[0])
     assert model.cell(x[0])[0].shape == (HIDDEN,)

@@ -51,7 +51,7 @@ class Twice(nn.Module):
 
 def test_one_factor_for_all_calls_of_a_draw():
     """Whether a call is folded into the weight or swept over the rows depends on its size; its noise does not."""
-    model = spread_out(sb.bayesianize(Twice(), sb.Rank1(components=2)))
+    model = spread_out(sb.bayesianize(Twice(), sb.Rank1.paper(components=2)))
     with torch.no_grad():
         out = sb.draw(model, torch.randn(64, 64, 8, 8), noise="shared")
     torch.testing.assert_close(out[:, :, 0], out[:, :, 1], rtol=1e-4, atol=1e-4)
@@ -72,7 +72,7 @@ def test_checkpointed_weights_from_the_first_step_on(estimator, reentrant):
     """The loss is linear in W = M + σε of the last layer: Σ M dM + σ dσ is the loss."""
     torch.manual_seed(1)
     net = Checkpointed(nn.Linear(5, 8), nn.Linear(8, 8), reentrant)
-    model = spread_out(sb.bayesianize(net, sb.MeanField(estimator=estimator)))
+    model = spread_out(sb.bayesianize(net, sb.MeanField.paper(estimator=estimator)))
     x, w = torch.randn(64, 5), torch.randn(1, 64, 8)
     for _ in range(2):
         model.zero_grad()
@@ -90,7 +90,7 @@ def test_checkpointed_weights_from_the_first_step_on(estimator, reentrant):
 def test_checkpointed_factors(noise, reentrant):
     torch.manual_seed(1)
     net = Checkpointed(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), reentrant)
-    model = spread_out(sb.bayesianize(net, sb.Rank1(components=2)))
+    model = spread_out(sb.bayesianize(net, sb.Rank1.paper(components=2)))
     x, w = torch.randn(64, 3, 8, 8), torch.randn(2, 64, 8)
     loss = (sb.draw(model, x, noise=noise).mean((3, 4)) * w).sum()
     loss.backward()
@@ -99,7 +99,9 @@ def test_checkpointed_factors(noise, reentrant):
     torch.testing.assert_close(total, loss, rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("method", [sb.MeanField(), sb.KTied(), sb.MeanField(estimator="flipout")])
+@pytest.mark.parametrize(
+    "method", [sb.MeanField.paper(), sb.KTied.paper(), sb.MeanField.paper(estimator="flipout")]
+)
 def test_a_part_without_gradients_has_its_kl(method):
     class Frozen(nn.Module):
         def __init__(self):
@@ -126,7 +128,7 @@ def test_a_part_without_gradients_has_its_kl(method):
 @pytest.mark.filterwarnings("ignore")
 def test_traced_code_keeps_no_memory_that_c_has_filled():
     model = sb.bayesianize(
-        nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3)), sb.MeanField()
+        nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3)), sb.MeanField.paper()
     ).eval()
 
     class Wrapped(nn.Module):
@@ -146,14 +148,14 @@ def test_traced_code_keeps_no_memory_that_c_has_filled():
 
 
 def test_what_is_not_a_number_shows():
-    model = sb.bayesianize(nn.Linear(4, 3), sb.Rank1())
+    model = sb.bayesianize(nn.Linear(4, 3), sb.Rank1.paper())
     spread_out(model, float("nan"))
     assert sb.draw(model, torch.randn(8, 4)).isnan().any()
     assert sb.kl(model).isnan()
 
 
 def test_exported_code_has_no_operation_of_the_kernels():
-    model = sb.bayesianize(nn.Linear(4, 3), sb.MeanField()).eval()
+    model = sb.bayesianize(nn.Linear(4, 3), sb.MeanField.paper()).eval()
 
     class Wrapped(nn.Module):
         def __init__(self):

@@ -107,7 +107,7 @@ def test_factors_of_draws_stay_out_of_the_weights(monkeypatch, late, factors):
     """Predictions with one factor for the rows of a draw are those of weights that it is folded into."""
     torch.manual_seed(0)
     net = Sequences(num_layers=2, bidirectional=True, batch_first=True, states=True)
-    model = sb.bayesianize(net, sb.Rank1(components=2, factors=factors, dropout_rate=0.2)).eval()
+    model = sb.bayesianize(net, sb.Rank1.paper(components=2, factors=factors, dropout_rate=0.2)).eval()
     for rows, part in ((5, 1 << 17), (5, 80), (1, 60)):
         x = torch.randn(rows, 4, SIZE)
         results = []
@@ -129,7 +129,7 @@ def test_factors_of_draws_stay_out_of_the_weights(monkeypatch, late, factors):
 
 def test_autocast_and_float64_are_left_to_torch():
     torch.manual_seed(0)
-    model = sb.bayesianize(Sequences(batch_first=True), sb.Rank1(components=2, dropout_rate=0.2)).eval()
+    model = sb.bayesianize(Sequences(batch_first=True), sb.Rank1.paper(components=2, dropout_rate=0.2)).eval()
     x = torch.randn(3, 4, SIZE)
     with torch.no_grad():
         plain = sb.draw(model, x, seed=1, noise="shared")

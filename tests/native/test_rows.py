@@ -225,10 +225,10 @@ def reference(layer, x, samples, noise, clip, weight_of=lambda w: w):
 
 
 METHODS = {
-    "normal": sb.Rank1(components=3),
-    "cauchy": sb.Rank1(components=3, posterior="cauchy"),
-    "random input": sb.Rank1(components=3, random="input"),
-    "random output": sb.Rank1(components=3, random="output"),
+    "normal": sb.Rank1.paper(components=3),
+    "cauchy": sb.Rank1.paper(components=3, posterior="cauchy"),
+    "random input": sb.Rank1.paper(components=3, random="input"),
+    "random output": sb.Rank1.paper(components=3, random="output"),
     "point": sb.BatchEnsemble(components=3),
 }
 LAYERS = {
@@ -385,7 +385,7 @@ def test_checkpointing_sees_the_same_noise(noise, reentrant):
 
 
 def test_components_of_a_step_copies_and_float64():
-    model = network(sb.Rank1(components=4, components_per_step=2))
+    model = network(sb.Rank1.paper(components=4, components_per_step=2))
     out = sb.draw(model, torch.randn(5, 6))
     out.mean().backward()
     assert out.shape[0] == 2
@@ -441,7 +441,7 @@ def test_switched_off_it_is_the_old_path(monkeypatch):
 
 def test_moments_of_a_draw_are_those_of_the_twin():
     torch.manual_seed(0)
-    layer = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=1, dropout_rate=0.1))
+    layer = sb.bayesianize(nn.Linear(3, 2), sb.Rank1.paper(components=1, dropout_rate=0.1))
     x = torch.randn(1, 3).expand(40_000, 3).contiguous()
     with torch.no_grad():
         ours = sb.draw(layer, x)[0]

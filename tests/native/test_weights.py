@@ -202,7 +202,7 @@ def test_not_a_number_stays_one():
 
 
 def test_closed_form_of_a_kl():
-    model = sb.bayesianize(nn.Linear(30, 20), sb.MeanField(prior=sb.Normal(0.2, 0.5)))
+    model = sb.bayesianize(nn.Linear(30, 20), sb.MeanField.paper(prior=sb.Normal(0.2, 0.5)))
     draws = sb.draw(model, torch.randn(4, 30))
     (facts,) = facts_of(draws, find_record(model))
     assert facts.byproducts
@@ -340,7 +340,7 @@ def test_the_same_draws_with_and_without_gradients():
 
 
 def test_moments_of_a_draw():
-    model = sb.bayesianize(nn.Linear(40, 30, bias=False), sb.KTied(stddev_init=0.3))
+    model = sb.bayesianize(nn.Linear(40, 30, bias=False), sb.KTied.paper(stddev_init=0.3))
     posterior = model.bayes.weight(model.weight.detach())
     made = []
     with torch.no_grad():
@@ -356,7 +356,7 @@ def test_moments_of_a_draw():
 
 def test_a_weight_in_both_forms_has_one_noise():
     """Tied layers of which one wants the weight and the other its deviation."""
-    model = sb.bayesianize(nn.Linear(6, 6, bias=False), sb.MeanField(stddev_init=0.2))
+    model = sb.bayesianize(nn.Linear(6, 6, bias=False), sb.MeanField.paper(stddev_init=0.2))
     rule, draw = model.bayes, context.Draw(1, 2, 3)
     for grad in (True, False):
         with torch.set_grad_enabled(grad), context.activate(draw):
@@ -368,7 +368,7 @@ def test_a_weight_in_both_forms_has_one_noise():
 
 
 def test_vectorised_jacobian():
-    model = works.network(sb.MeanField(), torch.float32)
+    model = works.network(sb.MeanField.paper(), torch.float32)
     out = sb.draw(model, works.X.float()) + sb.kl(model)
     parameters = list(model.parameters())
     rows = torch.eye(out.numel()).view(-1, *out.shape)
@@ -382,7 +382,7 @@ def test_vectorised_jacobian():
 
 def test_checkpointing_makes_the_same_noise_again():
     torch.manual_seed(0)
-    model = works.network(sb.KTied(), torch.float32)
+    model = works.network(sb.KTied.paper(), torch.float32)
 
     class Inside(nn.Module):
         def __init__(self):
@@ -409,7 +409,7 @@ def test_checkpointing_makes_the_same_noise_again():
 
 
 def test_finite_differences():
-    model = works.network(sb.KTied(rank=3), torch.float32)
+    model = works.network(sb.KTied.paper(rank=3), torch.float32)
     x, y = works.X.float(), works.Y
 
     def loss():
@@ -430,7 +430,7 @@ def test_finite_differences():
 def test_a_copy_and_a_changed_network():
     """What was gathered for a network is not used for another, nor after a change."""
     torch.manual_seed(0)
-    model = sb.bayesianize(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), sb.MeanField())
+    model = sb.bayesianize(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), sb.MeanField.paper())
     x = torch.randn(6, 5)
     sb.draw(model, x)
     other = copy.deepcopy(model)
@@ -458,7 +458,7 @@ def test_no_memory_of_a_network_is_kept():
     import gc
     import weakref
 
-    model = sb.bayesianize(nn.Linear(5, 4), sb.MeanField())
+    model = sb.bayesianize(nn.Linear(5, 4), sb.MeanField.paper())
     sb.elbo(
         sb.draw(model, torch.randn(6, 5)), torch.zeros(6, dtype=torch.long), model, num_data=9
     ).loss.backward()
@@ -469,20 +469,20 @@ def test_no_memory_of_a_network_is_kept():
 
 
 def test_a_spread_of_another_shape_is_left_to_torch():
-    model = sb.bayesianize(nn.Linear(5, 4, bias=False), sb.MeanField())
+    model = sb.bayesianize(nn.Linear(5, 4, bias=False), sb.MeanField.paper())
     model.bayes.weight.rho = nn.Parameter(torch.full((1, 5), -3.0))
     assert sb.draw(model, torch.randn(6, 5)).shape == (1, 6, 4)
 
 
 def test_without_the_library(monkeypatch):
     monkeypatch.setattr(cpu, "_load", lambda: None)
-    model = works.network(sb.KTied(), torch.float32)
+    model = works.network(sb.KTied.paper(), torch.float32)
     sb.elbo(sb.draw(model, works.X.float()), works.Y, model, num_data=20).loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
 def test_turned_off_between_a_draw_and_its_gradients():
-    model = works.network(sb.MeanField(), torch.float32)
+    model = works.network(sb.MeanField.paper(), torch.float32)
     result = sb.elbo(sb.draw(model, works.X.float()), works.Y, model, num_data=20)
     with sb.fast_paths(native=False):
         result.loss.backward()
@@ -550,7 +550,7 @@ def test_the_plan_holds_no_parameters():
 @pytest.mark.parametrize("first", ["nll", "kl"])
 def test_each_part_of_the_loss_has_its_backward_pass(first):
     """The KL is made with the samples, and yet neither needs the other's graph."""
-    model = works.network(sb.KTied(), torch.float32)
+    model = works.network(sb.KTied.paper(), torch.float32)
     x = torch.randn(6, 5)
     torch.manual_seed(3)
     whole = sb.elbo(sb.draw(model, x), works.Y, model, num_data=20)
@@ -566,7 +566,7 @@ def test_each_part_of_the_loss_has_its_backward_pass(first):
 
 
 def test_a_parameter_changed_before_its_backward_pass_is_noticed():
-    model = works.network(sb.MeanField(), torch.float32)
+    model = works.network(sb.MeanField.paper(), torch.float32)
     loss = sb.draw(model, torch.randn(6, 5)).square().sum()
     with torch.no_grad():
         model[0].weight.add_(1.0)
@@ -576,7 +576,7 @@ def test_a_parameter_changed_before_its_backward_pass_is_noticed():
 
 @pytest.mark.parametrize("all_frozen", [True, False])
 def test_what_is_unfrozen_after_a_draw_has_the_gradient_of_its_kl(all_frozen):
-    model = works.network(sb.MeanField(), torch.float32)
+    model = works.network(sb.MeanField.paper(), torch.float32)
     for parameter in list(model.parameters()) if all_frozen else [model[0].weight]:
         parameter.requires_grad_(False)
     sb.draw(model, torch.randn(6, 5))
@@ -591,7 +591,7 @@ def test_what_is_unfrozen_after_a_draw_has_the_gradient_of_its_kl(all_frozen):
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_a_kl_without_gradients_has_none(off):
-    model = works.network(sb.MeanField(), torch.float32)
+    model = works.network(sb.MeanField.paper(), torch.float32)
     draws = sb.draw(model, torch.randn(6, 5))
     with off():
         assert not sb.elbo(draws, works.Y, model, num_data=20).kl.requires_grad

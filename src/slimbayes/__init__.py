@@ -32,7 +32,15 @@ from slimbayes.core.methods import (
 from slimbayes.core.objective import ELBO, LinearAnnealing, StepAnnealing, elbo, kl, parameter_groups
 from slimbayes.core.paths import attach_later
 from slimbayes.core.predictive import Predictive
-from slimbayes.core.priors import Cauchy, EmpiricalNormal, HalfCauchy, HeNormal, LogNormal, Normal
+from slimbayes.core.priors import (
+    Cauchy,
+    EmpiricalNormal,
+    HalfCauchy,
+    HeNormal,
+    LogNormal,
+    Normal,
+    RelativeNormal,
+)
 
 if TYPE_CHECKING:
     from slimbayes import analysis, decisions, metrics
@@ -95,6 +103,7 @@ __all__ = [
     "Diagnosis",
     "DropConnect",
     "EmpiricalNormal",
+    "RelativeNormal",
     "FitResult",
     "Frozen",
     "Gaussian",

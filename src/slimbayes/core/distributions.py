@@ -234,6 +234,23 @@ class EmpiricalNormal(td.Distribution):
         super().__init__(loc.shape, validate_args=False)
 
 
+class RelativeNormal(td.Distribution):
+    """N(μ, (scale · rms)²) around each tensor's own means μ, as a prior alone; the means are N(0, 1/precision).
+
+    ``sizes`` as of ``EmpiricalNormal``.
+    """
+
+    noise = None
+    arg_constraints = {}
+
+    def __init__(self, loc: Tensor, scale: float, precision: float, sizes: tuple[int, ...] = ()) -> None:
+        self.loc = loc
+        self.scale = scale
+        self.precision = precision
+        self.sizes = sizes
+        super().__init__(loc.shape, validate_args=False)
+
+
 def without_row(tensor: Tensor, row: int | None, axis: int = 0) -> Tensor:
     """The tensor but for one row of an axis; itself where that is None.
 

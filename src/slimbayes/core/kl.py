@@ -14,6 +14,7 @@ from torch.distributions.kl import register_kl
 from slimbayes.core import distributions as d
 from slimbayes.core.noise import fresh_noise
 from slimbayes.core.paths import ASKED, first
+from slimbayes.core.priors import LEAST_RMS
 
 _Formula = Callable[[Any, Any], Tensor]
 _CLOSED: dict[tuple[type, type], _Formula] = {}
@@ -124,6 +125,45 @@ def ktied_empirical(q: d.KTiedNormal, p: d.EmpiricalNormal) -> Tensor:
     return _empirical([squares + means], [q.loc.numel() // squares.numel()]) - _log_sigma(q)
 
 
+@closed(d.Normal, d.RelativeNormal)
+def normal_relative(q: td.Normal, p: d.RelativeNormal) -> Tensor:
+    """Σ log(σ_p/σ) + σ²/(2σ_p²) − ½ + precision · μ²/2, σ_p = scale · rms of each tensor's means.
+
+    >>> mu = torch.tensor([3.0, -3.0])
+    >>> float(normal_relative(d.Normal(mu, 0.5 * mu.abs()), d.RelativeNormal(mu, 0.5, 0.0)))
+    0.0
+    """
+    spreads, means = q.scale.square(), q.loc.square()
+    if len(p.sizes) < 2:
+        return _relative([(spreads.sum(), means.sum(), means.numel())], p) - q.scale.log().sum()
+    rows = means.numel() // means.shape[-1]
+    pieces = zip(spreads.split(list(p.sizes), -1), means.split(list(p.sizes), -1), p.sizes, strict=True)
+    return _relative([(s.sum(), m.sum(), rows * n) for s, m, n in pieces], p) - q.scale.log().sum()
+
+
+@closed(d.KTiedNormal, d.RelativeNormal)
+def ktied_relative(q: d.KTiedNormal, p: d.RelativeNormal) -> Tensor:
+    """The same for σ = U Vᵀ, without an m×n square: weights of a stack have a scale each."""
+    squares = _squares(q)  # [] or [M]
+    means = q.loc.square().reshape(*squares.shape, -1).sum(-1)
+    return _relative([(squares, means, q.loc.numel() // squares.numel())], p) - _log_sigma(q)
+
+
+def _relative(sums: Sequence[tuple[Tensor, Tensor, int]], p: d.RelativeNormal) -> Tensor:
+    """Σ over tensors of ½ Σσ²/σ_p² + n (log σ_p − ½) + ½ precision Σμ², from Σσ², Σμ² and n of each."""
+    total: Tensor | None = None
+    for spreads, means, n in sums:
+        variance = _relative_variance(means, n, p)
+        part = (0.5 * (spreads / variance + n * (variance.log() - 1.0) + p.precision * means)).sum()
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _relative_variance(means: Tensor, n: int, p: d.RelativeNormal) -> Tensor:
+    return p.scale**2 * (means.detach() / n).clamp_min(LEAST_RMS**2)
+
+
 _ALPHA, _BETA = 2.01, 0.101  # the reference's
 
 
@@ -133,6 +173,8 @@ def fitted(q: Any, p: Any) -> Any:
     >>> round(float(fitted(d.Normal(torch.zeros(2), torch.ones(2)), d.EmpiricalNormal(torch.zeros(()))).scale), 3)
     0.524
     """
+    if isinstance(p, d.RelativeNormal):
+        return d.Normal(q.loc, _relative_variance(q.loc.square().sum(), q.loc.numel(), p).sqrt())
     if not isinstance(p, d.EmpiricalNormal):
         return p
     squares = (q.scale.square() + (q.loc - p.loc).square()).sum()
@@ -198,9 +240,9 @@ def check_pair(q: type, p: type) -> None:
             "a Cauchy posterior has no finite KL against a Normal prior (its second moment is infinite); "
             "use prior=sb.Cauchy(loc, scale)"
         )
-    if p is d.EmpiricalNormal:
+    if p in (d.EmpiricalNormal, d.RelativeNormal):
         raise ValueError(
-            f"sb.EmpiricalNormal is the prior of Normal posteriors, whose spread it follows, and this posterior is "
+            f"sb.{p.__name__} is the prior of Normal posteriors, whose spread it follows, and this posterior is "
             f"{q.__name__}; use a prior of its own family, such as sb.{q.__name__}(loc, scale)"
         )
     raise ValueError(
@@ -236,6 +278,8 @@ def at_least_float32(spread: Any) -> Any:
         return d.EmpiricalNormal(
             spread.loc.to(torch.promote_types(spread.loc.dtype, torch.float32)), spread.sizes
         )
+    elif isinstance(spread, d.RelativeNormal):
+        return spread  # its numbers are Python's
     elif isinstance(spread, d.Patch):
         if spread.points.dtype.itemsize >= 4:
             return spread

@@ -494,11 +494,13 @@ def parameter_groups(
     Decayed: shared weights, biases, norm parameters and EMP/ECMP components. Not decayed: rank-1 factors
     (their learning rate times ``factor_lr_multiplier``), spreads, mixing logits, MeanField and KTied means. With
     ``decay_norms=False`` norms are not decayed either, patched or not: torch's, and modules of any class named ...Norm.
+    What a method learns faster (``Rank1.spread_rate``, ``EMP.component_rate``) is a group of its own, whose decay per
+    step is that of the others.
 
     >>> import slimbayes as sb
-    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
-    >>> [(g["name"], g["weight_decay"]) for g in sb.parameter_groups(net, lr=0.1, weight_decay=1e-4)]
-    [('decayed', 0.0001), ('factors', 0.0)]
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(spread_rate=10.0))
+    >>> [(g["name"], g["lr"], g["weight_decay"]) for g in sb.parameter_groups(net, lr=0.1, weight_decay=1e-4)]
+    [('decayed', 0.1, 0.0001), ('factors', 0.1, 0.0), ('factors, 10 times as fast', 1.0, 0.0)]
     """
     for name, value in (
         ("lr", lr),
@@ -507,35 +509,36 @@ def parameter_groups(
     ):
         check_least(name, value)
     find_record(model)
+    if not isinstance(decay_norms, bool):
+        raise ValueError(f"decay_norms must be True or False, got {decay_norms!r}")
     factors: set[int] = set()
     plain: set[int] = set()
+    quick: dict[int, float] = {}
     for _, layer in converted_layers(model):
         factors.update(id(p) for _, factor in layer.bayes.rank1_factors() for p in factor.parameters())
         plain.update(id(p) for p in (*layer.bayes.parameters(), *layer.bayes.means(layer)))
-    if not isinstance(decay_norms, bool):
-        raise ValueError(f"decay_norms must be True or False, got {decay_norms!r}")
+    for rule, layer in ruled_layers(model):
+        if rule.rate != 1.0:
+            quick.update((id(parameter), rule.rate) for parameter in rule.quick(layer))
     if not decay_norms:
         norms = [m for m in unwrap(model).modules() if _is_norm(m)]
         plain.update(id(p) for norm in norms for p in norm.parameters(recurse=False))
-    groups: dict[str, list[nn.Parameter]] = {"decayed": [], "undecayed": [], "factors": []}
+    groups: dict[tuple[str, float], list[nn.Parameter]] = {
+        (kind, 1.0): [] for kind in ("decayed", "undecayed", "factors")
+    }
     for parameter in unwrap(model).parameters():
         if parameter.requires_grad:
-            kind = (
-                "factors"
-                if id(parameter) in factors
-                else "undecayed"
-                if id(parameter) in plain
-                else "decayed"
-            )
-            groups[kind].append(parameter)
+            own = id(parameter)
+            kind = "factors" if own in factors else "undecayed" if own in plain else "decayed"
+            groups.setdefault((kind, quick.get(own, 1.0)), []).append(parameter)
     rates = {"decayed": lr, "undecayed": lr, "factors": lr * factor_lr_multiplier}
     return [
         {
-            "name": name,
+            "name": kind if rate == 1.0 else f"{kind}, {rate:.3g} times as fast",
             "params": params,
-            "lr": rates[name],
-            "weight_decay": weight_decay if name == "decayed" else 0.0,
+            "lr": rates[kind] * rate,
+            "weight_decay": weight_decay / rate if kind == "decayed" else 0.0,
         }
-        for name, params in groups.items()
+        for (kind, rate), params in groups.items()
         if params
     ]

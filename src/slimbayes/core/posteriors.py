@@ -187,12 +187,13 @@ class KTiedPosterior(Posterior):
         self,
         shape: tuple[int, int],
         rank: int,
-        stddev: float,
+        stddev: Tensor | float,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        start = 0.5 * (math.log(stddev) - math.log(rank))
+        value = stddev.log() if isinstance(stddev, Tensor) else math.log(stddev)
+        start = 0.5 * (value - math.log(rank))
         m, n = shape
         self.log_u = nn.Parameter(start + 0.1 * torch.randn(m, rank, dtype=dtype, device=device))
         self.log_v = nn.Parameter(start + 0.1 * torch.randn(n, rank, dtype=dtype, device=device))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.core import distributions as d
-from slimbayes.core.options import check_positive, is_number
+from slimbayes.core.options import check_least, check_positive, is_number
 
 
 def _check(name: str, loc: float, scale: float) -> None:
@@ -35,6 +35,10 @@ class Prior(ABC):
     def at(self, fan_in: int | None) -> Prior:
         """The prior with what follows from a fan-in put in: tensors of one such prior may be taken together."""
         return self
+
+    def unit(self, like: Tensor) -> Tensor | float:
+        """What the scales of a posterior under this prior are counted in, for a tensor of these values."""
+        return 1.0
 
     def beside(self, like: Tensor, sizes: Sequence[int]) -> Any:
         """The prior of several tensors, side by side on the last axis of ``like`` with these sizes, or stacked."""
@@ -161,7 +165,45 @@ class EmpiricalNormal(Prior):
         return d.EmpiricalNormal(_scalar(self.loc, like), tuple(sizes))
 
 
+LEAST_RMS = 1e-3  # of a tensor: matrices that start at 0 have a scale all the same
+
+
+@dataclass(frozen=True)
+class RelativeNormal(Prior):
+    """Noise in proportion to the weights: N(μ, (scale · rms(μ))²) around means μ that are N(0, 1/precision).
+
+    rms(μ) is the root mean square of the tensor's means (at least 0.001; no gradient passes through it). A posterior
+    N(μ, σ²) pays Σ log(σ_p/σ) + σ²/(2σ_p²) − ½ + precision · μ²/2 with σ_p = scale · rms: what the data do not fix
+    gets noise of that part of the weights' size, in layers of any width, and the means are as free as under weight
+    decay of precision/num_data. First spreads (``stddev_init``) count in the same unit, rms(μ).
+
+    >>> q = RelativeNormal(0.5).unit(torch.tensor([0.3, -0.4]))
+    >>> round(float(q), 4)
+    0.3536
+    """
+
+    scale: float = 0.5
+    precision: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check("RelativeNormal", 0.0, self.scale)
+        check_least("RelativeNormal prior: precision", self.precision)
+
+    def distribution(self, like: Tensor, fan_in: int | None = None) -> d.RelativeNormal:
+        """The prior of a tensor like ``like``."""
+        return self.beside(like, ())
+
+    def beside(self, like: Tensor, sizes: Sequence[int]) -> d.RelativeNormal:
+        """One scale for each of several tensors."""
+        return d.RelativeNormal(_scalar(0.0, like), self.scale, self.precision, tuple(sizes))
+
+    def unit(self, like: Tensor) -> Tensor:
+        """rms of the tensor."""
+        return like.detach().float().square().mean().sqrt().clamp_min(LEAST_RMS)
+
+
 # By the names that files and texts have for them. One of your own is one more line: ``PRIORS["StudentT"] = StudentT``.
 PRIORS: dict[str, type[Prior]] = {
-    kind.__name__: kind for kind in (Normal, Cauchy, LogNormal, HalfCauchy, HeNormal, EmpiricalNormal)
+    kind.__name__: kind
+    for kind in (Normal, Cauchy, LogNormal, HalfCauchy, HeNormal, EmpiricalNormal, RelativeNormal)
 }

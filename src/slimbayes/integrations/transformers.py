@@ -29,6 +29,19 @@ extras.need("accelerate", "the Trainer of transformers", "transformers")
 _LIKELIHOOD = "likelihood.safetensors"
 
 
+def with_rates(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> None:
+    """Move parameters, by id, whose rate is not 1 to groups of their own, at that part of their group's learning rate."""
+    for group in list(optimizer.param_groups):
+        kept = [p for p in group["params"] if rates.get(id(p), 1.0) == 1.0]
+        for rate in sorted({rates.get(id(p), 1.0) for p in group["params"]} - {1.0}):
+            own = [p for p in group["params"] if rates.get(id(p), 1.0) == rate]
+            decay = group["weight_decay"] / rate
+            optimizer.add_param_group(
+                {**group, "params": own, "lr": group["lr"] * rate, "weight_decay": decay}
+            )
+        group["params"] = kept
+
+
 class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
     """``transformers.Trainer`` for a converted model: its loss is nll + β(t) · kl_weight · KL / num_data.
 
@@ -177,14 +190,17 @@ class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Trainer's own, without what has a prior: rank-1 factors, spreads, means of weights."""
         groups = parameter_groups(model, lr=1.0, weight_decay=1.0)
-        decayed = {id(p) for group in groups if group["name"] == "decayed" for p in group["params"]}
+        decayed = {id(p) for group in groups if group["weight_decay"] > 0 for p in group["params"]}
         ours = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
         return [name for name in super().get_decay_parameter_names(model) if name in ours]
 
     def create_optimizer(self, *args: Any) -> Any:
-        """Trainer's own, and in it the parameters of a likelihood that learns."""
+        """Trainer's own, with the rates of ``sb.parameter_groups``, and the parameters of a likelihood that learns."""
         given = self.optimizer is not None
         optimizer = super().create_optimizer(*args)
+        if not given:
+            groups = parameter_groups(self.model, lr=1.0, weight_decay=0.0)
+            with_rates(optimizer, {id(p): group["lr"] for group in groups for p in group["params"]})
         learned = [parameter for parameter in self.likelihood.parameters() if parameter.requires_grad]
         if learned and not given:
             optimizer.add_param_group({"params": learned, "weight_decay": 0.0})

@@ -18,7 +18,7 @@ from slimbayes.training.monitor import Row, spread_of, warn_of_collapse
 from slimbayes.training.naming import why
 from slimbayes.training.sources import Source, mixed_seed
 from slimbayes.training.step import StopTraining, TrainingError, in_dtype
-from slimbayes.verbs.evaluation import arguments, assess, evaluate
+from slimbayes.verbs.evaluation import arguments, assess
 
 if TYPE_CHECKING:
     from slimbayes.metrics import Evaluation

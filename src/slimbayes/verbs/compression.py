@@ -18,7 +18,7 @@ from slimbayes.core.layers.base import Converted
 from slimbayes.core.methods import KTied, MeanField
 from slimbayes.core.methods.base import check_count
 from slimbayes.core.posteriors import KTiedPosterior, NormalPosterior
-from slimbayes.core.priors import EmpiricalNormal, HeNormal, Normal
+from slimbayes.core.methods.meanfield import NORMAL_PRIORS
 from slimbayes.core.selection import Selection
 from slimbayes.sequences.kernels import Kernel
 
@@ -98,9 +98,10 @@ def _compressible(model: nn.Module, include: Selection | None, exclude: Selectio
             )
         if method.tied_mean:
             raise ValueError(f"layer {name!r} has tied_mean=True, which KTied does not have; {remedy}")
-        if not isinstance(method.prior, Normal | HeNormal | EmpiricalNormal):
+        if not isinstance(method.prior, NORMAL_PRIORS):
+            known = ", ".join(kind.__name__ for kind in NORMAL_PRIORS)
             raise ValueError(
-                f"layer {name!r} has prior={method.prior!r}, and KTied needs Normal, HeNormal or EmpiricalNormal; "
+                f"layer {name!r} has prior={method.prior!r}, and KTied needs one of {known}; "
                 f"{remedy}"
             )
     return names

@@ -36,24 +36,25 @@ from slimbayes.core.rules.meanfield import SampledRule
 from slimbayes.sequences.kernels import Several
 
 ESTIMATORS = ("shared", "flipout", "local")
+NORMAL_PRIORS = (priors.Normal, priors.HeNormal, priors.EmpiricalNormal, priors.RelativeNormal)
 
 
 @dataclass(frozen=True)
 class MeanField(Method):
-    """Independent Normals over weights and biases; the given weights become the means.
+    """Independent Normals over weights, and over ``biases`` too where asked; the given weights become the means.
 
     ``estimator``: "shared" (one weight sample per draw), "flipout" (random signs per example) or "local"
     (sampled pre-activations; an approximation for convolutions). ``tied_mean`` puts the prior's mean at the
     posterior's, so that only σ is penalised. ``stddev_max`` caps σ. ``temperature`` multiplies the KL in ``elbo``.
 
     >>> MeanField(estimator="flipout").prior
-    Normal(loc=0.0, scale=1.0)
+    RelativeNormal(scale=0.5, precision=0.1)
     """
 
-    prior: priors.Prior = field(default_factory=lambda: priors.Normal(0.0, 1.0))
-    stddev_init: float = 0.01
+    prior: priors.Prior = field(default_factory=priors.RelativeNormal)
+    stddev_init: float = 0.03
     estimator: str = "shared"
-    biases: bool = True
+    biases: bool = False
     tied_mean: bool = False
     stddev_max: float | None = None
     temperature: float = field(default=1.0, metadata=LATER)
@@ -108,14 +109,16 @@ class MeanField(Method):
         """Add one σ per weight, and per bias when ``biases``."""
 
         def spread(tensor: Tensor) -> Posterior:
-            return NormalPosterior(start_stddev(tensor, self.stddev_init), self.stddev_max)
+            return NormalPosterior(
+                start_stddev(tensor, self.stddev_init * self.prior.unit(tensor)), self.stddev_max
+            )
 
         return attach_sampled(layer, name, shared, spread, spread, self)
 
 
 @dataclass(frozen=True)
 class KTied(Method):
-    """Normals over the weights whose standard deviations are σ = U Vᵀ of rank k; biases are mean-field.
+    """Normals over the weights whose standard deviations are σ = U Vᵀ of rank k; ``biases``, where asked, mean-field.
 
     "local" computes the variance of a Linear layer by k(k+1)/2 thin products. ``temperature`` multiplies the KL in
     ``elbo``.
@@ -125,10 +128,10 @@ class KTied(Method):
     """
 
     rank: int = 2
-    prior: priors.Prior = field(default_factory=lambda: priors.Normal(0.0, 0.3))
-    stddev_init: float = 0.01
+    prior: priors.Prior = field(default_factory=priors.RelativeNormal)
+    stddev_init: float = 0.03
     estimator: str = "shared"
-    biases: bool = True
+    biases: bool = False
     temperature: float = field(default=1.0, metadata=LATER)
 
     def __post_init__(self) -> None:
@@ -137,8 +140,10 @@ class KTied(Method):
         check_choice("estimator", self.estimator, ESTIMATORS)
         check_positive("stddev_init", self.stddev_init, optional=False)
         check_flag("biases", self.biases)
-        if not isinstance(self.prior, priors.Normal | priors.HeNormal | priors.EmpiricalNormal):
-            raise ValueError(f"KTied needs a Normal, HeNormal or EmpiricalNormal prior, got {self.prior!r}")
+        if not isinstance(self.prior, NORMAL_PRIORS):
+            raise ValueError(
+                f"KTied needs a prior of {', '.join(p.__name__ for p in NORMAL_PRIORS)}, got {self.prior!r}"
+            )
 
     @classmethod
     def paper(cls, **overrides: Any) -> KTied:
@@ -175,18 +180,19 @@ class KTied(Method):
 
         def weight_spread(weight: Tensor) -> Posterior:
             shape = (weight.shape[0], weight[0].numel())
-            return KTiedPosterior(shape, self.rank, self.stddev_init, weight.dtype, weight.device)
+            first = self.stddev_init * self.prior.unit(weight)
+            return KTiedPosterior(shape, self.rank, first, weight.dtype, weight.device)
 
         def bias_spread(bias: Tensor) -> Posterior:
-            return NormalPosterior(start_stddev(bias, self.stddev_init))
+            return NormalPosterior(start_stddev(bias, self.stddev_init * self.prior.unit(bias)))
 
         return attach_sampled(layer, name, shared, weight_spread, bias_spread, self)
 
 
-def start_stddev(like: Tensor, stddev: float) -> Tensor:
+def start_stddev(like: Tensor, stddev: Tensor | float) -> Tensor:
     """σ ~ N(σ0, (σ0/10)²), kept positive: the k-tied paper's mean-field start, N(0.01, 0.001)."""
     noise = torch.randn_like(like.detach())
-    return (stddev * (1.0 + 0.1 * noise)).clamp_min(0.1 * stddev)
+    return stddev * (1.0 + 0.1 * noise).clamp_min(0.1)
 
 
 def attach_sampled(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from slimbayes.core.fitness import check_not_computed
 from slimbayes.core.layers.base import Converted, constant_row
 from slimbayes.core.layers.table import EMBEDDINGS, NORMS, is_weighted
 from slimbayes.core.methods.base import (
+    LATER,
     Method,
     Outline,
     Shared,
@@ -41,6 +42,7 @@ class _Patching(Method, ABC):
     learn_mixing: bool = False
     prior_precision: float | None = None
     init_noise: float = 0.0
+    component_rate: float = field(default=2.0, metadata=LATER)
 
     def __post_init__(self) -> None:
         check_count("components", self.components)
@@ -48,6 +50,7 @@ class _Patching(Method, ABC):
         check_flag("learn_mixing", self.learn_mixing)
         check_flag("own_statistics", getattr(self, "own_statistics", False))  # EMP's alone
         check_least("init_noise", self.init_noise)
+        check_positive("component_rate", self.component_rate, optional=False)
         if isinstance(self.patch, str) or not isinstance(self.patch, Iterable):
             object.__setattr__(self, "patch", (self.patch,))
         object.__setattr__(self, "patch", tuple(self.patch))
@@ -63,7 +66,7 @@ class _Patching(Method, ABC):
     @property
     def traits(self) -> Traits:
         """What conversion and draws need to know."""
-        return Traits(randomizes_weight=True, shared_prior=self._prior())
+        return Traits(randomizes_weight=True, shared_prior=self._prior(), rate=self.component_rate)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that one of the ``patch`` entries names."""
@@ -137,6 +140,7 @@ def _matches(item: Patch, name: str, module: nn.Module, outline: Outline) -> boo
 
 _PAPER: dict[str, Any] = {
     "components": 5, "patch": ("norm", "output"), "learn_mixing": False, "prior_precision": None, "init_noise": 0.0,
+    "component_rate": 1.0,
 }  # fmt: skip
 
 
@@ -149,7 +153,9 @@ class EMP(_Patching):
     With ``prior_precision`` τ the KL is Equation 6 of the paper; without, it is 0 and the penalty is weight
     decay. ``init_noise`` sets the components apart at the start by that standard deviation.
     ``own_statistics`` gives every component of a patched BatchNorm running statistics of its own: in training a
-    component is normalised by the rows that drew it, in prediction by its own averages.
+    component is normalised by the rows that drew it, in prediction by its own averages. ``component_rate`` multiplies
+    the learning rate of the components in ``sb.parameter_groups``: a step trains one of them, so that each has only
+    the K-th part of the steps.
 
     >>> EMP(components=3, patch=("norm",)).components
     3

@@ -72,7 +72,8 @@ class Rank1(Method):
     "mean" (the convexity bound), or "monte_carlo" (the KL of the joint mixture). ``clip`` bounds samples.
     ``random``: which of the factors have a distribution, "both", "input" (s) or "output" (r); the other is a point
     estimate for each component, as BatchEnsemble's: trained, without noise and KL. ``temperature`` multiplies the KL in
-    ``elbo``.
+    ``elbo``; ``spread_rate`` the learning rate of the factors' scales in ``sb.parameter_groups``, so that noise which the
+    data do not bear is gone within a short run.
 
     >>> Rank1(components=2, posterior="cauchy").prior is None
     True
@@ -84,16 +85,18 @@ class Rank1(Method):
     factors: str = "both"
     perturbation: str = "multiplicative"
     random_sign_init: float = -0.5
-    dropout_rate: float = 1e-3
-    kl_reduction: str = "sum"
+    dropout_rate: float = 0.01
+    kl_reduction: str = "mean"
     clip: float | None = 10.0
     components_per_step: int | None = None
     train_base: bool = True
     random: str = field(default="both", metadata=LATER)
-    temperature: float = field(default=1.0, metadata=LATER)
+    temperature: float = field(default=0.1, metadata=LATER)
+    spread_rate: float = field(default=10.0, metadata=LATER)
 
     def __post_init__(self) -> None:
         check_least("temperature", self.temperature)
+        check_positive("spread_rate", self.spread_rate, optional=False)
         check_count("components", self.components)
         check_choice("posterior", self.posterior, tuple(FAMILIES))
         check_choice("factors", self.factors, SIDES)
@@ -144,6 +147,7 @@ class Rank1(Method):
             "components": 4, "posterior": "normal", "prior": None, "factors": "both", "perturbation": "multiplicative",
             "random_sign_init": -0.5, "dropout_rate": 1e-3, "kl_reduction": "sum", "clip": 10.0,
             "components_per_step": None, "train_base": True, "random": "both", "temperature": 1.0,
+            "spread_rate": 1.0,
         }  # fmt: skip
         return cls(**{**values, **overrides})
 
@@ -164,7 +168,7 @@ class Rank1(Method):
         """What conversion and draws need to know."""
         return Traits(
             components=self.components, step_components=self.components_per_step, trains_base=self.train_base,
-            noisy=self.posterior != "delta", temperature=self.temperature,
+            noisy=self.posterior != "delta", temperature=self.temperature, rate=self.spread_rate,
         )  # fmt: skip
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
@@ -240,7 +244,9 @@ class BatchEnsemble(Method):
 
     def attach(self, layer: Converted, name: str, shared: Shared) -> Rule:
         """Add the factors and one bias per component."""
-        same = Rank1(self.components, "delta", random_sign_init=self.random_sign_init, clip=None)
+        same = Rank1.paper(
+            components=self.components, posterior="delta", random_sign_init=self.random_sign_init, clip=None
+        )
         return same.attach(layer, name, shared)
 
 

@@ -136,6 +136,12 @@ class IndexedRule(Rule):
             mean, variance = (own.index_select(0, self._index(op.weight, frame)) for own in both)
         return Fixed(one.weight, one.bias, statistics=(mean, variance))
 
+    def quick(self, op: Operation) -> Iterator[nn.Parameter]:
+        """The versions, of which a step trains one."""
+        for tensor in (op.weight, op.bias):
+            if isinstance(tensor, nn.Parameter):
+                yield tensor
+
     def mixing_law(self) -> Mixing:
         """That of the index."""
         return self.mixing

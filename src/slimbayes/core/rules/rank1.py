@@ -69,6 +69,12 @@ class Rank1Rule(Rule):
         self.reduction = reduction
         self.untiled_noise = () if additive or input_factor is None else ("example",)
 
+    def quick(self, op: Operation) -> Iterator[nn.Parameter]:
+        """The scales of the factors."""
+        for factor in (self.r, self.s):
+            if factor is not None:
+                yield from factor.spread.parameters()
+
     def sample_factor(self, factor: Factor, which: str, frame: Frame) -> Tensor:
         """Samples [K, S, B or 1, C] of the factor "r" or "s", one for all uses in a draw."""
         source = f"{self.name}.{which}"

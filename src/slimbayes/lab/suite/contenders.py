@@ -44,22 +44,29 @@ class _Trained:
     likelihood: sb.Gaussian | sb.Categorical
 
 
-def _train(pair: Pair, task: Task, seed: int, after: Callable[[float, nn.Module], None] | None = None) -> _Trained:
+def _train(
+    pair: Pair, task: Task, seed: int, after: Callable[[float, nn.Module], None] | None = None
+) -> _Trained:
     torch.manual_seed(seed)
     network, likelihood = pair.network(task), training.likelihood_of(task)
     groups: list[dict[str, Any]] = [{"params": network.parameters(), "weight_decay": training.decay(pair)}]
-    groups += [{"params": [p], "weight_decay": 0.0} for p in likelihood.parameters()]
     optimizer = training.make_optimizer(pair, groups)
     network.train()
     for inputs, targets, done in training.batches(pair, task, seed):
         training.set_rate(optimizer, pair, done)
-        loss = -likelihood.log_prob(network(inputs).unsqueeze(0), targets).mean()
+        loss = _loss(likelihood, network(inputs).unsqueeze(0), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if after is not None:
             after(done, network)
     return _Trained(network.eval(), likelihood)
+
+
+def _loss(likelihood: sb.Gaussian | sb.Categorical, draws: Tensor, targets: Tensor) -> Tensor:
+    """The nll; a noise that is learned follows the residuals, as in ``sb.elbo``."""
+    known = isinstance(likelihood, sb.Gaussian) and likelihood.follows(draws)
+    return -(likelihood.followed if known else likelihood.log_prob)(draws, targets).mean()  # type: ignore[union-attr]
 
 
 def _of_draws(draws: Callable[[Tensor], Tensor], likelihood: Any) -> Answer:
@@ -73,7 +80,9 @@ def _of_draws(draws: Callable[[Tensor], Tensor], likelihood: Any) -> Answer:
 def _held_out(task: Task) -> tuple[Task, Split]:
     """The task with the last tenth of its rows set apart."""
     cut = len(task.train) * 9 // 10
-    return Task(task.train[:cut], task.test, task.shifted, task.outputs, task.regression, task.words), task.train[cut:]
+    return Task(
+        task.train[:cut], task.test, task.shifted, task.outputs, task.regression, task.words
+    ), task.train[cut:]
 
 
 def temperature_scaling(pair: Pair, task: Task, seed: int) -> Answer:
@@ -172,20 +181,14 @@ def ivon(pair: Pair, task: Task, seed: int) -> Answer:
     torch.manual_seed(seed)
     network, likelihood = pair.network(task), training.likelihood_of(task)
     optimizer = IVON(network.parameters(), lr=0.1, ess=len(task.train))
-    rest = torch.optim.Adam(likelihood.parameters(), lr=pair.lr) if task.regression else None
     network.train()
     for inputs, targets, done in training.batches(pair, task, seed):
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * (1 + math.cos(math.pi * done))
         with optimizer.sampled_params(train=True):
             optimizer.zero_grad()
-            if rest is not None:
-                rest.zero_grad()
-            loss = -likelihood.log_prob(network(inputs).unsqueeze(0), targets).mean()
-            loss.backward()
+            _loss(likelihood, network(inputs).unsqueeze(0), targets).backward()
         optimizer.step()
-        if rest is not None:
-            rest.step()
     network.eval()
 
     def draws(x: Tensor) -> Tensor:

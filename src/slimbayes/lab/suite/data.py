@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from slimbayes.containers.datasets import Dataset, Scaling, Split
 from slimbayes.containers.files import require
-from slimbayes.lab.data import load, load_records, shifts_for
+from slimbayes.lab.data import load, shifts_for
 
 _SEVERITY = 3
 _UNKNOWN = 1  # a word; 0 pads
@@ -52,7 +51,10 @@ def images(name: str, train: int, test: int, root: str | None) -> Task:
 def table(name: str, train: int, test: int, root: str | None) -> Task:
     """Rows of a table in a fixed random order; shifts: noisy and missing entries, units that drift, a tail."""
     whole = _whole(name, root)
-    both = Split(torch.cat([whole.train.inputs, whole.test.inputs]), torch.cat([whole.train.targets, whole.test.targets]))
+    both = Split(
+        torch.cat([whole.train.inputs, whole.test.inputs]),
+        torch.cat([whole.train.targets, whole.test.targets]),
+    )
     order = torch.randperm(len(both), generator=torch.Generator().manual_seed(0))
     rows = both[order[:test]]
     shifted = [shift.apply(rows, _SEVERITY) for shift in shifts_for(whole)]
@@ -79,7 +81,9 @@ def _task(whole: Dataset, train: Split, test: Split, shifted: Sequence[Split]) -
     return Task(ready(train), ready(test), tuple(map(ready, shifted)), outputs, regression)
 
 
-def _mixed(path: Path, target: str, code: Callable[[str], float], keep: tuple[str, ...]) -> tuple[Split, Split | None]:
+def _mixed(
+    path: Path, target: str, code: Callable[[str], float], keep: tuple[str, ...]
+) -> tuple[Split, Split | None]:
     """A CSV file with text in it: numbers as they are, one column per value of the others."""
     with gzip.open(path, "rt", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -168,7 +172,9 @@ def _masked(rows: Split, unknown: int) -> Split:
 
 def stays(train: int, test: int, root: str | None) -> Task:
     """Stays in intensive care as 48 hours × (value, measured) of every parameter; shifted: half of it is missing."""
-    path = require(root, ("physionet2012_ab.npz",), "PhysioNet 2012", "https://physionet.org/content/challenge-2012")
+    path = require(
+        root, ("physionet2012_ab.npz",), "PhysioNet 2012", "https://physionet.org/content/challenge-2012"
+    )
     with np.load(path) as file:
         record = {name: file[name] for name in ("offsets", "minute", "param", "value", "label")}
     count, kinds = len(record["label"]), int(record["param"].max()) + 1
@@ -183,7 +189,9 @@ def stays(train: int, test: int, root: str | None) -> Task:
     value = total / np.maximum(number, 1)
     first = seen[order[:train]]
     mean = (value[order[:train]] * first).sum((0, 1)) / np.maximum(first.sum((0, 1)), 1)
-    deviation = np.sqrt((((value[order[:train]] - mean) * first) ** 2).sum((0, 1)) / np.maximum(first.sum((0, 1)), 1))
+    deviation = np.sqrt(
+        (((value[order[:train]] - mean) * first) ** 2).sum((0, 1)) / np.maximum(first.sum((0, 1)), 1)
+    )
     scaled = np.clip((value - mean) / np.maximum(deviation, 1e-3), -5, 5) * seen
     labels = torch.from_numpy(record["label"].astype(np.int64))
 

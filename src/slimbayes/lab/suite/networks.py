@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -23,18 +24,20 @@ def mlp(width: int = 64, depth: int = 2) -> Network:
     return make
 
 
-def cnn(norm: str | None, width: int = 16) -> Network:
+def cnn(norm: str | None, width: int = 8) -> Network:
     """Three convolutions, without norms or with BatchNorm or GroupNorm, then a mean over the image."""
 
     def make(task: Task) -> nn.Module:
         channels = [task.train.inputs.shape[1], width, 2 * width, 4 * width]
         layers: list[nn.Module] = []
-        for before, after in zip(channels, channels[1:], strict=False):
+        for before, after in itertools.pairwise(channels):
             layers.append(nn.Conv2d(before, after, 3, padding=1, bias=norm is None))
             if norm is not None:
                 layers.append(nn.BatchNorm2d(after) if norm == "batch" else nn.GroupNorm(4, after))
             layers += [nn.ReLU(), nn.MaxPool2d(2)]
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], task.outputs))
+        return nn.Sequential(
+            *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], task.outputs)
+        )
 
     return make
 
@@ -52,7 +55,7 @@ class _Block(nn.Module):
         return torch.relu(y + self.skip(x))
 
 
-def resnet(width: int = 16) -> Network:
+def resnet(width: int = 8) -> Network:
     """Three residual blocks of two convolutions with BatchNorm."""
 
     def make(task: Task) -> nn.Module:
@@ -89,7 +92,10 @@ class _Transformer(nn.Module):
         self.words = nn.Embedding(task.words, width, padding_idx=0)
         self.places = nn.Embedding(length, width)
         self.register_buffer("place", torch.arange(length), persistent=False)
-        layers = [nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True, norm_first=True) for _ in range(depth)]
+        layers = [
+            nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(depth)
+        ]
         self.blocks = nn.ModuleList(layers)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, task.outputs)
 

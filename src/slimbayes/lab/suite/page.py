@@ -79,12 +79,25 @@ def summary(rows: Sequence[Row], half: str) -> list[str]:
             some = [one for one in own if ("coverage" in _first(rows, one.pair)["clean"]) == regression]
             for where in ("clean", "shifted"):
                 means = [getattr(one, where).mean for one in some]
-                parts.append(_number(fmean(means) if means else None, sign=name != PLAIN) if name != PLAIN else _number(
-                    _mean([r for r in rows if ("coverage" in r["clean"]) == regression], pairs, PLAIN, where, "nll")))
+                parts.append(
+                    _number(fmean(means) if means else None, sign=name != PLAIN)
+                    if name != PLAIN
+                    else _number(
+                        _mean(
+                            [r for r in rows if ("coverage" in r["clean"]) == regression],
+                            pairs,
+                            PLAIN,
+                            where,
+                            "nll",
+                        )
+                    )
+                )
         worse = ", ".join(one.pair for one in own if one.worse) or "none"
         figures = [_number(_mean(rows, pairs, name, where, "ece")) for where in ("clean", "shifted")]
         coverage = _number(_mean(rows, pairs, name, "clean", "coverage"))
-        lines.append(f"| {name} | {' | '.join([*parts, *figures, coverage])} | {'' if name == PLAIN else worse} |")
+        lines.append(
+            f"| {name} | {' | '.join([*parts, *figures, coverage])} | {'' if name == PLAIN else worse} |"
+        )
     return lines
 
 
@@ -94,17 +107,25 @@ def _first(rows: Sequence[Row], pair: str) -> Row:
 
 def details(rows: Sequence[Row], half: str) -> list[str]:
     """NLL of the plain network and the difference of every other, pair by pair, with standard errors."""
-    pairs = [name for name, pair in PAIRS.items() if pair.half == half and any(row["pair"] == name for row in rows)]
+    pairs = [
+        name for name, pair in PAIRS.items() if pair.half == half and any(row["pair"] == name for row in rows)
+    ]
     lines = []
     for where in ("clean", "shifted"):
-        lines += ["", f"NLL less the plain network's, {where} test rows (± one standard error over seeds):", ""]
+        lines += [
+            "",
+            f"NLL less the plain network's, {where} test rows (± one standard error over seeds):",
+            "",
+        ]
         lines += ["| contender | " + " | ".join(pairs) + " |", "|---|" + "---:|" * len(pairs)]
         plain = [_number(_mean(rows, [pair], PLAIN, where, "nll")) for pair in pairs]
         lines.append(f"| plain | {' | '.join(plain)} |")
         for name in (*OURS, *RIVALS):
             own = {one.pair: one for one in differences(rows, name)}
             if own:
-                lines.append(f"| {name} | " + " | ".join(_cell(own.get(pair), where) for pair in pairs) + " |")
+                lines.append(
+                    f"| {name} | " + " | ".join(_cell(own.get(pair), where) for pair in pairs) + " |"
+                )
     return lines
 
 
@@ -119,7 +140,10 @@ def _cell(one: Difference | None, where: str) -> str:
 def tables(rows: Sequence[Row]) -> str:
     """All tables of the page."""
     parts = []
-    for half, title in (("choosing", "The pairs that defaults were chosen on"), ("judging", "The pairs looked at once, at the end")):
+    for half, title in (
+        ("choosing", "The pairs that defaults were chosen on"),
+        ("judging", "The pairs looked at once, at the end"),
+    ):
         if any(row["half"] == half for row in rows):
             parts += [f"## {title}", "", *summary(rows, half), *details(rows, half), ""]
     return "\n".join(parts)

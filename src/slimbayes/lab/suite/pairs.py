@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -24,8 +26,8 @@ class Pair:
 
 
 CHOOSING = (
-    Pair("mnist-cnn", "choosing", data.of(data.images, "mnist", 2000, 1000), networks.cnn(None, 8), 8, 2e-3),
-    Pair("cifar-cnn-bn", "choosing", data.of(data.images, "cifar10", 2000, 1000), networks.cnn("batch", 12), 12, 0.05, optimizer="sgd"),
+    Pair("mnist-cnn", "choosing", data.of(data.images, "mnist", 2000, 1000), networks.cnn(None), 8, 2e-3),
+    Pair("cifar-cnn-bn", "choosing", data.of(data.images, "cifar10", 2000, 1000), networks.cnn("batch"), 12, 0.05, optimizer="sgd"),
     Pair("mnist-wide", "choosing", data.of(data.images, "mnist", 600, 1000), networks.mlp(512, 2), 30, 1e-3, 32),
     Pair("concrete-mlp", "choosing", data.of(data.table, "uci/concrete", 830, 200), networks.mlp(), 80, 2e-3),
     Pair("power-mlp", "choosing", data.of(data.table, "uci/power", 8000, 1500), networks.mlp(), 8, 2e-3, 128),
@@ -35,9 +37,9 @@ CHOOSING = (
     Pair("newsgroups-transformer", "choosing", data.of(data.texts, "newsgroups", 3000, 1000, 40, 4000), networks.transformer(), 6, 2e-3),
 )  # fmt: skip
 JUDGING = (
-    Pair("cifar-cnn-gn", "judging", data.of(data.images, "cifar10", 20_000, 1000), networks.cnn("group", 12), 3, 2e-3, 128),
-    Pair("cifar-resnet", "judging", data.of(data.images, "cifar10", 2000, 1000), networks.resnet(12), 15, 0.05, optimizer="sgd"),
-    Pair("mnist-cnn-bn", "judging", data.of(data.images, "mnist", 2000, 1000), networks.cnn("batch", 8), 6, 2e-3),
+    Pair("cifar-cnn-gn", "judging", data.of(data.images, "cifar10", 20_000, 1000), networks.cnn("group"), 3, 2e-3, 128),
+    Pair("cifar-resnet", "judging", data.of(data.images, "cifar10", 2000, 1000), networks.resnet(), 15, 0.05, optimizer="sgd"),
+    Pair("mnist-cnn-bn", "judging", data.of(data.images, "mnist", 2000, 1000), networks.cnn("batch"), 6, 2e-3),
     Pair("digits-mlp", "judging", data.of(data.table, "digits", 1200, 500), networks.mlp(), 40, 2e-3),
     Pair("kin8nm-mlp", "judging", data.of(data.table, "uci/kin8nm", 7000, 1000), networks.mlp(), 15, 0.02, optimizer="sgd"),
     Pair("diamonds-mlp", "judging", data.of(data.table, "diamonds", 50_000, 3000), networks.mlp(), 2, 2e-3, 128),

@@ -69,9 +69,13 @@ def run_suite(
     say(f"{len(wanted) - len(missing)} of {len(wanted)} cells are there")
     for count, (cell, row) in enumerate(_measured(missing, root, jobs, end), 1):
         rows[cell] = row
-        write_whole(output, json.dumps({"format": FORMAT, "rows": [rows[key] for key in sorted(rows)]}, indent=1))
+        write_whole(
+            output, json.dumps({"format": FORMAT, "rows": [rows[key] for key in sorted(rows)]}, indent=1)
+        )
         shown = f"NLL {row['clean']['nll']:.4f}, shifted {row['shifted']['nll']:.4f}"
-        say(f"[{count}/{len(missing)}] {cell.pair}, {cell.contender}, seed {cell.seed}: {shown}, {row['seconds']:.0f} s")
+        say(
+            f"[{count}/{len(missing)}] {cell.pair}, {cell.contender}, seed {cell.seed}: {shown}, {row['seconds']:.0f} s"
+        )
     return [rows[cell] for cell in sorted(rows)]
 
 
@@ -81,7 +85,9 @@ def read_rows(path: Path) -> list[Row]:
         return []
     document = read_json(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"{path} is no file of the suite of format {FORMAT}: give another --output, or remove it")
+        raise ValueError(
+            f"{path} is no file of the suite of format {FORMAT}: give another --output, or remove it"
+        )
     return list(document["rows"])
 
 
@@ -92,7 +98,9 @@ def described(cell: Cell) -> str:
     return f"{contender(cell.contender)[1]}; {loop}"
 
 
-def _measured(missing: list[Cell], root: str | None, jobs: int, end: float | None) -> Iterator[tuple[Cell, Row]]:
+def _measured(
+    missing: list[Cell], root: str | None, jobs: int, end: float | None
+) -> Iterator[tuple[Cell, Row]]:
     if jobs == 1:
         for cell in missing:
             if end is None or time.monotonic() < end:
@@ -131,6 +139,7 @@ def measure_cell(cell: Cell, root: str | None) -> Row:
     answer = contender(cell.contender)[0](pair, task, cell.seed)
     seconds = round(time.perf_counter() - start, 2)
     figures = {
-        where: {name: round(value, 5) for name, value in part.items()} for where, part in measure(answer, task).items()
+        where: {name: round(value, 5) for name, value in part.items()}
+        for where, part in measure(answer, task).items()
     }
     return {**cell._asdict(), "half": pair.half, "is": described(cell), "seconds": seconds, **figures}

@@ -50,7 +50,7 @@ def set_rate(optimizer: Optimizer, pair: Pair, done: float) -> None:
     """The rate at this part of the run."""
     if pair.optimizer == "sgd":
         for group in optimizer.param_groups:
-            group["lr"] = 0.5 * pair.lr * (1 + math.cos(math.pi * done))
+            group["lr"] = 0.5 * group.setdefault("initial_lr", group["lr"]) * (1 + math.cos(math.pi * done))
 
 
 def train(pair: Pair, task: Task, method: sb.Method, seed: int) -> Answer:
@@ -59,7 +59,7 @@ def train(pair: Pair, task: Task, method: sb.Method, seed: int) -> Answer:
     model = sb.bayesianize(pair.network(task), method)
     likelihood = likelihood_of(task)
     groups = sb.parameter_groups(model, lr=pair.lr, weight_decay=decay(pair))
-    optimizer = make_optimizer(pair, [*groups, *({"params": [p], "weight_decay": 0.0} for p in likelihood.parameters())])
+    optimizer = make_optimizer(pair, groups)
     model.train()
     for inputs, targets, done in batches(pair, task, seed):
         set_rate(optimizer, pair, done)
@@ -71,11 +71,15 @@ def train(pair: Pair, task: Task, method: sb.Method, seed: int) -> Answer:
     return answer_of(model, likelihood, method, seed)
 
 
-def answer_of(model: nn.Module, likelihood: sb.Gaussian | sb.Categorical, method: sb.Method, seed: int) -> Answer:
+def answer_of(
+    model: nn.Module, likelihood: sb.Gaussian | sb.Categorical, method: sb.Method, seed: int
+) -> Answer:
     """Predictions by ``DRAWS`` draws, of one each where nothing is random."""
     samples = max(1, DRAWS // method.traits.components) if method.traits.noisy else 1
 
     def answer(inputs: Tensor, first: int) -> Predictive:
-        return sb.predict(model, inputs, samples=samples, seed=seed, likelihood=likelihood, first_example=first)
+        return sb.predict(
+            model, inputs, samples=samples, seed=seed, likelihood=likelihood, first_example=first
+        )
 
     return answer

@@ -17,19 +17,19 @@ pytestmark = pytest.mark.oldest
 
 ONES = {"random_sign_init": 1.0}  # all factors at 1
 METHODS = {
-    "meanfield": lambda: sb.MeanField(),
-    "ktied": lambda: sb.KTied(),
-    "flipout": lambda: sb.MeanField(estimator="flipout"),
-    "local": lambda: sb.MeanField(estimator="local"),
-    "ktied_local": lambda: sb.KTied(estimator="local"),
-    "rank1": lambda: sb.Rank1(components=2, **ONES),
-    "additive": lambda: sb.Rank1(components=2, perturbation="additive", random_sign_init=0.0),
+    "meanfield": lambda: sb.MeanField.paper(),
+    "ktied": lambda: sb.KTied.paper(),
+    "flipout": lambda: sb.MeanField.paper(estimator="flipout"),
+    "local": lambda: sb.MeanField.paper(estimator="local"),
+    "ktied_local": lambda: sb.KTied.paper(estimator="local"),
+    "rank1": lambda: sb.Rank1.paper(components=2, **ONES),
+    "additive": lambda: sb.Rank1.paper(components=2, perturbation="additive", random_sign_init=0.0),
     "batch_ensemble": lambda: sb.BatchEnsemble(components=2, **ONES),
     "dropout": lambda: sb.MCDropout(),
     "channel_dropout": lambda: sb.MCDropout(granularity="channel"),
     "drop_connect": lambda: sb.DropConnect(),
-    "emp": lambda: sb.EMP(patch=(nn.MultiheadAttention,)),
-    "ecmp": lambda: sb.ECMP(patch=(nn.MultiheadAttention,)),
+    "emp": lambda: sb.EMP.paper(patch=(nn.MultiheadAttention,)),
+    "ecmp": lambda: sb.ECMP.paper(patch=(nn.MultiheadAttention,)),
 }
 LAYERS = [
     {"bias": bias, "batch_first": first, "add_bias_kv": learned, "add_zero_attn": zero, **(SEPARATE if apart else {})}
@@ -87,7 +87,7 @@ def check_mean(plain, model, given, call, tolerance):
 def test_at_the_mean_it_is_torchs_own_layer(options):
     sizes = {key: options[key] for key in ("kdim", "vdim") if key in options}
     forms = ("three", "single") if sizes else ("self", "memory", "three", "single")
-    pairs = {form: (*pair(form, options, sb.MeanField()), inputs(form, **sizes)) for form in forms}
+    pairs = {form: (*pair(form, options, sb.MeanField.paper()), inputs(form, **sizes)) for form in forms}
     every = {
         form: masks(len(given[0]), TARGETS, TARGETS if form == "self" else KEYS)
         for form, (*_, given) in pairs.items()
@@ -134,7 +134,7 @@ def test_without_spread_its_draws_are_torchs_own_layer(form, sizes, method):
 def test_own_dropout_is_torchs():
     """In training, with torch's generator in the same state."""
     for returned in RETURNED:
-        plain, model = pair("memory", {"dropout": 0.4, "batch_first": True}, sb.MeanField())
+        plain, model = pair("memory", {"dropout": 0.4, "batch_first": True}, sb.MeanField.paper())
         check_mean(plain, model, inputs("memory"), returned, 1e-12)
         given = inputs("memory")
         a, b = (sb.draw(model, *given, noise="mean", **returned)[0] for _ in range(2))
@@ -146,7 +146,7 @@ def test_own_dropout_is_torchs():
 )
 def test_every_row_has_the_weights_of_its_factors(monkeypatch, form, sizes):
     """Outputs and gradients of per-example factors, against torch's layer on each row with r sᵀ in its weights."""
-    plain, model = pair(form, sizes, sb.Rank1(components=2, dropout_rate=0.2))
+    plain, model = pair(form, sizes, sb.Rank1.paper(components=2, dropout_rate=0.2))
     made = {}
     mapped = Rank1Rule.mapped
 
@@ -190,7 +190,7 @@ def test_every_row_has_the_weights_of_its_factors(monkeypatch, form, sizes):
 def test_what_is_added_by_draw_is_what_is_added_by_row(sizes, bias):
     """W (x + s) + r + b with points for s and r: noise by example takes one way, all others another."""
     options = {**sizes, "bias": bias, "batch_first": True}
-    method = sb.Rank1(components=2, perturbation="additive", dropout_rate=0.1)
+    method = sb.Rank1.paper(components=2, perturbation="additive", dropout_rate=0.1)
     plain, model = pair("three", options, method)
     given = inputs("three", **sizes)
     found = sb.draw(model, *given, noise="mean")[0]
@@ -214,7 +214,7 @@ def test_what_is_added_by_draw_is_what_is_added_by_row(sizes, bias):
 
 
 def test_state_dict_and_copies():
-    plain, model = pair("three", SEPARATE, sb.Rank1(components=2))
+    plain, model = pair("three", SEPARATE, sb.Rank1.paper(components=2))
     assert set(plain.state_dict()) <= set(model.state_dict())
     for twin in (copy.deepcopy(model), model):
         twin.load_state_dict(plain.state_dict(), strict=False)
@@ -239,7 +239,7 @@ def test_a_mask_of_one_draw_serves_all():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_errors_say_what_is_wrong():
-    _, model = pair("three", {"batch_first": True}, sb.MeanField())
+    _, model = pair("three", {"batch_first": True}, sb.MeanField.paper())
     q, k, v = inputs()
     layer = model.attention
     for call, match in (
@@ -258,7 +258,7 @@ def test_errors_say_what_is_wrong():
             call()
     with pytest.raises(TypeError, match=r"'attention'.*nested.*key_padding_mask"):
         layer(torch.nested.nested_tensor([q[0], q[1]]), k, v)
-    _, model = pair("three", {}, sb.MeanField())
+    _, model = pair("three", {}, sb.MeanField.paper())
     turned = [x.transpose(0, 1) for x in inputs(batch=2)]
     with pytest.raises(ValueError, match=r"'attention'.*batch_first=False"), sb.fast_paths(late=False):
         sb.draw(Turned(model), *turned, samples=3)
@@ -281,5 +281,5 @@ def test_what_is_refused_says_so():
     net = Attended()
     nn.utils.parametrizations.weight_norm(net.attention.out_proj)
     with pytest.raises(ValueError, match=r"layer 'attention' computes its 'weight'.*exclude='attention'"):
-        sb.bayesianize(net, sb.MeanField())
+        sb.bayesianize(net, sb.MeanField.paper())
     assert type(net.attention) is nn.MultiheadAttention

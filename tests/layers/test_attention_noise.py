@@ -11,22 +11,24 @@ from slimbayes.core.posteriors import positive
 from slimbayes.core.rules import dropout as dropping
 
 ONE_FUNCTION = {
-    "meanfield": lambda: sb.MeanField(stddev_init=0.3),
-    "ktied": lambda: sb.KTied(stddev_init=0.3),
-    "flipout": lambda: sb.KTied(stddev_init=0.3, estimator="flipout"),
-    "rank1": lambda: sb.Rank1(components=2, dropout_rate=0.2),
-    "rank1_cauchy": lambda: sb.Rank1(components=2, posterior="cauchy", dropout_rate=0.1, factors="input"),
-    "additive": lambda: sb.Rank1(components=2, perturbation="additive", dropout_rate=0.1),
+    "meanfield": lambda: sb.MeanField.paper(stddev_init=0.3),
+    "ktied": lambda: sb.KTied.paper(stddev_init=0.3),
+    "flipout": lambda: sb.KTied.paper(stddev_init=0.3, estimator="flipout"),
+    "rank1": lambda: sb.Rank1.paper(components=2, dropout_rate=0.2),
+    "rank1_cauchy": lambda: sb.Rank1.paper(
+        components=2, posterior="cauchy", dropout_rate=0.1, factors="input"
+    ),
+    "additive": lambda: sb.Rank1.paper(components=2, perturbation="additive", dropout_rate=0.1),
     "channel_dropout": lambda: sb.MCDropout(rate=0.3, granularity="channel"),
     "drop_connect": lambda: sb.DropConnect(rate=0.3),
-    "emp": lambda: sb.EMP(patch=(nn.MultiheadAttention,), init_noise=0.5),
+    "emp": lambda: sb.EMP.paper(patch=(nn.MultiheadAttention,), init_noise=0.5),
 }
 METHODS = {
     **ONE_FUNCTION,
-    "local": lambda: sb.MeanField(stddev_init=0.3, estimator="local"),
-    "ktied_local": lambda: sb.KTied(stddev_init=0.3, estimator="local"),
+    "local": lambda: sb.MeanField.paper(stddev_init=0.3, estimator="local"),
+    "ktied_local": lambda: sb.KTied.paper(stddev_init=0.3, estimator="local"),
     "dropout": lambda: sb.MCDropout(rate=0.3),
-    "ecmp": lambda: sb.ECMP(patch=(nn.MultiheadAttention,), init_noise=0.5),
+    "ecmp": lambda: sb.ECMP.paper(patch=(nn.MultiheadAttention,), init_noise=0.5),
 }
 
 
@@ -187,7 +189,7 @@ def test_kl_is_the_sum_over_the_kernels():
         for method in ("meanfield", "flipout"):
             model = sb.bayesianize(
                 Self(**options).double(),
-                sb.MeanField(estimator="flipout" if method == "flipout" else "shared"),
+                sb.MeanField.paper(estimator="flipout" if method == "flipout" else "shared"),
             )
             total = 0.0
             for kernel in model.attention.kernels:
@@ -203,7 +205,7 @@ def test_kl_is_the_sum_over_the_kernels():
 
 def test_own_dropout_follows_the_mode_and_the_method():
     x = sequences()
-    for method, active in ((sb.MeanField(stddev_init=1e-6), False), (sb.MCDropout(rate=0.0), True)):
+    for method, active in ((sb.MeanField.paper(stddev_init=1e-6), False), (sb.MCDropout(rate=0.0), True)):
         model = sb.bayesianize(Self(dropout=0.5).double(), method)
         for training in (True, False):
             model.train(training)

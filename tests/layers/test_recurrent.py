@@ -15,18 +15,18 @@ from slimbayes.core.rules.rank1 import Rank1Rule
 
 ONES = {"random_sign_init": 1.0}  # all factors at 1
 METHODS = {
-    "meanfield": lambda: sb.MeanField(),
-    "ktied": lambda: sb.KTied(),
-    "flipout": lambda: sb.MeanField(estimator="flipout"),
-    "rank1": lambda: sb.Rank1(components=2, **ONES),
-    "rank1_cauchy": lambda: sb.Rank1(components=1, posterior="cauchy", **ONES),
-    "additive": lambda: sb.Rank1(components=2, perturbation="additive", random_sign_init=0.0),
+    "meanfield": lambda: sb.MeanField.paper(),
+    "ktied": lambda: sb.KTied.paper(),
+    "flipout": lambda: sb.MeanField.paper(estimator="flipout"),
+    "rank1": lambda: sb.Rank1.paper(components=2, **ONES),
+    "rank1_cauchy": lambda: sb.Rank1.paper(components=1, posterior="cauchy", **ONES),
+    "additive": lambda: sb.Rank1.paper(components=2, perturbation="additive", random_sign_init=0.0),
     "batch_ensemble": lambda: sb.BatchEnsemble(components=2, **ONES),
     "dropout": lambda: sb.MCDropout(),
     "variational_dropout": lambda: sb.MCDropout(granularity="channel"),
     "drop_connect": lambda: sb.DropConnect(),
-    "emp": lambda: sb.EMP(patch=(nn.LSTM, nn.GRU, nn.RNN)),
-    "ecmp": lambda: sb.ECMP(patch=(nn.LSTM, nn.GRU, nn.RNN)),
+    "emp": lambda: sb.EMP.paper(patch=(nn.LSTM, nn.GRU, nn.RNN)),
+    "ecmp": lambda: sb.ECMP.paper(patch=(nn.LSTM, nn.GRU, nn.RNN)),
 }
 
 
@@ -73,7 +73,7 @@ def check_mean(kind, options, packed, method, dtype, tolerance):
 
 @pytest.mark.parametrize(("kind", "options", "packed"), GRID)
 def test_at_the_mean_it_is_torchs_own_layer(kind, options, packed):
-    for method in (sb.MeanField(), sb.Rank1(components=2, **ONES)):
+    for method in (sb.MeanField.paper(), sb.Rank1.paper(components=2, **ONES)):
         check_mean(kind, options, packed, method, torch.float64, 1e-12)
 
 
@@ -97,7 +97,7 @@ def without_spread(model):
 @pytest.mark.parametrize(("kind", "options", "packed"), [g for g in GRID if g[1]["bias"]])
 def test_step_by_step_it_is_torchs_own_layer(kind, options, packed):
     args = (inputs(), LENGTHS) if packed else (inputs(),)
-    for method in (sb.Rank1(components=2, **ONES), sb.MeanField(estimator="flipout")):
+    for method in (sb.Rank1.paper(components=2, **ONES), sb.MeanField.paper(estimator="flipout")):
         plain, model = pair(kind, options, method)
         for y, z in zip(plain(*args), sb.draw(without_spread(model), *args, samples=2), strict=True):
             torch.testing.assert_close(z, y.expand_as(z), rtol=1e-5, atol=1e-5)
@@ -110,7 +110,7 @@ def test_every_row_has_the_weights_of_its_factors(monkeypatch, kind, options, pa
     """Outputs and gradients of per-example factors, against torch's layer on each row with r sᵀ in its weights."""
     if "proj_size" in options and kind != "lstm":
         pytest.skip("only LSTMs project")
-    plain, model = pair(kind, options, sb.Rank1(components=2))
+    plain, model = pair(kind, options, sb.Rank1.paper(components=2))
     made = {}
     mapped = Rank1Rule.mapped
 
@@ -188,7 +188,7 @@ def test_initial_states(method, packed, kind):
 def test_unbatched_sequences():
     for kind, (make, own) in LAYERS.items():
         plain = make(SIZE, HIDDEN, num_layers=2, **own).double()
-        model = sb.bayesianize(copy.deepcopy(plain), sb.MeanField(stddev_init=1e-6))
+        model = sb.bayesianize(copy.deepcopy(plain), sb.MeanField.paper(stddev_init=1e-6))
         x = inputs()[0]
         states = [torch.randn(2, HIDDEN, dtype=x.dtype) for _ in range(2 if kind == "lstm" else 1)]
         hx = tuple(states) if kind == "lstm" else states[0]
@@ -198,7 +198,7 @@ def test_unbatched_sequences():
 
 
 def test_wrong_inputs_say_what_is_wrong():
-    model = sb.bayesianize(Sequences(batch_first=True), sb.MeanField())
+    model = sb.bayesianize(Sequences(batch_first=True), sb.MeanField.paper())
     with pytest.raises(ValueError, match=r"layer 'rnn' \(LSTM\).*2 or 3 dimensions"):
         model.rnn(torch.zeros(2, 2, 2, SIZE))
     with pytest.raises(RuntimeError, match=r"layer 'rnn'.*states"):
@@ -208,4 +208,4 @@ def test_wrong_inputs_say_what_is_wrong():
     with pytest.raises(RuntimeError, match="hidden"):
         model.rnn(torch.zeros(2, 2, SIZE), (torch.zeros(1, 3, HIDDEN), torch.zeros(1, 3, HIDDEN)))
     with pytest.raises(RowError, match="rows"):
-        sb.draw(sb.bayesianize(nn.LSTM(SIZE, HIDDEN), sb.Rank1()), torch.zeros(STEPS, 3, SIZE))
+        sb.draw(sb.bayesianize(nn.LSTM(SIZE, HIDDEN), sb.Rank1.paper()), torch.zeros(STEPS, 3, SIZE))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import slimbayes as sb
+from slimbayes.core.objective import tempered_kl
 from slimbayes.training import Training, predicted_spread
 from slimbayes.training.monitor import spread_of, warn_of_collapse
 
@@ -29,13 +30,15 @@ def fitted(method, callback=None, **options):
 
 def test_every_row_has_the_spread_of_that_step():
     seen = []
-    model, result = fitted(sb.Rank1(components=3), lambda step, row: seen.append(row["component_spread"]))
+    model, result = fitted(
+        sb.Rank1.paper(components=3), lambda step, row: seen.append(row["component_spread"])
+    )
     assert seen == [row["component_spread"] for row in result.history] and len(set(seen)) == 4
     spreads = sb.analysis.component_spread(model)[""]
     assert seen[-1] == pytest.approx((spreads["r"] + spreads["s"]) / 2)
 
 
-@pytest.mark.parametrize("method", [sb.Deterministic(), sb.MeanField(), sb.Rank1(components=1)])
+@pytest.mark.parametrize("method", [sb.Deterministic(), sb.MeanField.paper(), sb.Rank1.paper(components=1)])
 def test_networks_without_components_have_none(method):
     assert all("component_spread" not in row for row in fitted(method)[1].history)
 
@@ -50,7 +53,7 @@ def test_a_collapse_is_said_once():
                     factor.loc.copy_(factor.loc.mean(0, keepdim=True).expand_as(factor.loc))
 
     torch.manual_seed(0)
-    models.append(sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=3)))
+    models.append(sb.bayesianize(nn.Linear(3, 2), sb.Rank1.paper(components=3)))
     with pytest.warns(
         UserWarning, match=r"have become one: by step 12 their spread has fallen from 0\.\d+ to"
     ) as said:
@@ -83,7 +86,7 @@ def test_when_it_is_said(spreads, warned):
 def test_a_collapse_before_the_first_row():
     """A prior so narrow that all components are at 1 when the run is first looked at."""
     torch.manual_seed(0)
-    model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(components=3, prior=sb.Normal(1.0, 1e-3)))
+    model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1.paper(components=3, prior=sb.Normal(1.0, 1e-3)))
     data = tuple(part.repeat(4, *[1] * (part.dim() - 1)) for part in DATA)
     with pytest.warns(UserWarning, match=r"have become one: by step 256 .* from 0\.[1-9]") as said:
         result = sb.fit(
@@ -94,17 +97,19 @@ def test_a_collapse_before_the_first_row():
 
 
 # What the KL alone does to components, against SGD on the KL alone.
+FAST = {"factor_lr_multiplier": 20.0}
 PULLED = {
-    "summed": (sb.Rank1(components=3, random_sign_init=-0.5), {}),
-    "averaged": (sb.Rank1(components=3, kl_reduction="mean"), {"kl_start": 0.4, "factor_lr_multiplier": 5.0}),
-    "log-normal": (sb.Rank1(components=3, posterior="lognormal", random_sign_init=-0.3), {"kl_annealing": 0.4}),
-    "cauchy": (sb.Rank1(components=3, posterior="cauchy", prior=sb.Cauchy(1.0, 0.3)), {"factor_lr_multiplier": 20.0}),
-    "wide": (sb.Rank1(components=3, prior=sb.Normal(1.0, 0.5)), {"kl_annealing": 0.0, "factor_lr_multiplier": 20.0}),
-    "one a point": (sb.Rank1(components=3, random="output"), {}),
+    "summed": (sb.Rank1.paper(components=3, random_sign_init=-0.5), {}),
+    "averaged": (sb.Rank1.paper(components=3, kl_reduction="mean"), {"kl_start": 0.4, "factor_lr_multiplier": 5.0}),
+    "log-normal": (sb.Rank1.paper(components=3, posterior="lognormal", random_sign_init=-0.3), {"kl_annealing": 0.4}),
+    "cauchy": (sb.Rank1.paper(components=3, posterior="cauchy", prior=sb.Cauchy(1.0, 0.3)), FAST),
+    "wide": (sb.Rank1.paper(components=3, prior=sb.Normal(1.0, 0.5)), {"kl_annealing": 0.0, **FAST}),
+    "colder": (sb.Rank1.paper(components=3, temperature=0.2), {"factor_lr_multiplier": 5.0}),
+    "one a point": (sb.Rank1.paper(components=3, random="output"), {}),
     "points": (sb.BatchEnsemble(components=3), {}),
-    "additive, by steps": (sb.Rank1(components=3, perturbation="additive", prior=sb.Normal(0.0, 0.2)),
+    "additive, by steps": (sb.Rank1.paper(components=3, perturbation="additive", prior=sb.Normal(0.0, 0.2)),
                            {"epochs": 1, "steps": 400, "factor_lr_multiplier": 4.0}),
-    "a larger KL": (sb.Rank1(components=3, kl_reduction="mean"), {"kl_weight": 4.0, "kl_coefficient": 5e-3}),
+    "a larger KL": (sb.Rank1.paper(components=3, kl_reduction="mean"), {"kl_weight": 4.0, "kl_coefficient": 5e-3}),
 }  # fmt: skip
 
 
@@ -125,7 +130,7 @@ def test_spread_by_the_kl_alone_is_that_of_sgd_without_a_likelihood(case):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * training.multiplier(step, 400, 100)
         optimizer.zero_grad()
-        loss = training.kl_factor(step, 400) * sb.kl(model) / 20_000
+        loss = training.kl_factor(step, 400) * tempered_kl(model) / 20_000
         if loss.requires_grad:
             loss.backward()
         optimizer.step()
@@ -136,7 +141,7 @@ def test_spread_by_the_kl_alone_is_that_of_sgd_without_a_likelihood(case):
 
 
 def test_frozen_factors_stay_and_an_epoch_is_that_of_the_batches():
-    model = sb.bayesianize(nn.Linear(6, 40), sb.Rank1(components=3))
+    model = sb.bayesianize(nn.Linear(6, 40), sb.Rank1.paper(components=3))
     sgd = Training(optimizer="sgd", lr=0.1, epochs=2, batch_size=10)
     own = predicted_spread(model, sgd, num_data=1000)
     assert own == predicted_spread(model, sgd, num_data=1000, per_epoch=100) and own[-1] < own[0]
@@ -147,7 +152,7 @@ def test_frozen_factors_stay_and_an_epoch_is_that_of_the_batches():
 
 
 def test_spread_is_not_predicted_where_it_cannot_be():
-    model, sgd = sb.bayesianize(nn.Linear(2, 3), sb.Rank1()), Training(optimizer="sgd", epochs=1)
+    model, sgd = sb.bayesianize(nn.Linear(2, 3), sb.Rank1.paper()), Training(optimizer="sgd", epochs=1)
     with pytest.raises(ValueError, match="optimizer='sgd', not for 'adamw'"):
         predicted_spread(model, Training(), 100)
     with pytest.raises(ValueError, match="momentum=1"):
@@ -158,11 +163,11 @@ def test_spread_is_not_predicted_where_it_cannot_be():
     with pytest.raises(ValueError, match="per_epoch"):
         predicted_spread(model, sgd, 100, 0)
     with pytest.raises(ValueError, match="meta device"), torch.device("meta"):
-        predicted_spread(sb.bayesianize(nn.Linear(2, 3), sb.Rank1()), sgd, 100)
-    for method in (sb.Rank1(components=1), sb.MeanField()):
+        predicted_spread(sb.bayesianize(nn.Linear(2, 3), sb.Rank1.paper()), sgd, 100)
+    for method in (sb.Rank1.paper(components=1), sb.MeanField.paper()):
         with pytest.raises(ValueError, match="no rank-1 factors of several components"):
             predicted_spread(sb.bayesianize(nn.Linear(2, 3), method), sgd, 100)
-    other = sb.bayesianize(nn.Linear(2, 3), sb.Rank1(prior=sb.Cauchy(1.0, 0.1), dropout_rate=0.0099))
+    other = sb.bayesianize(nn.Linear(2, 3), sb.Rank1.paper(prior=sb.Cauchy(1.0, 0.1), dropout_rate=0.0099))
     with pytest.raises(ValueError, match="Normal to a Cauchy prior"):
         predicted_spread(other, sgd, 100)
 
@@ -170,7 +175,9 @@ def test_spread_is_not_predicted_where_it_cannot_be():
 @pytest.mark.parametrize("posterior", ["normal", "cauchy", "lognormal", "halfcauchy", "delta"])
 def test_scale_of_factors(posterior):
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    found = sb.analysis.factor_scale(sb.bayesianize(net, sb.Rank1(posterior=posterior, dropout_rate=0.5)))
+    found = sb.analysis.factor_scale(
+        sb.bayesianize(net, sb.Rank1.paper(posterior=posterior, dropout_rate=0.5))
+    )
     if posterior == "delta":
         assert found == {}
     else:  # p = 1/2 is a scale of 1; that of Normals starts around it
@@ -179,6 +186,6 @@ def test_scale_of_factors(posterior):
 
 
 def test_scale_of_one_random_factor():
-    found = sb.analysis.factor_scale(sb.bayesianize(nn.Linear(3, 4), sb.Rank1(random="input")))
+    found = sb.analysis.factor_scale(sb.bayesianize(nn.Linear(3, 4), sb.Rank1.paper(random="input")))
     assert list(found[""]) == ["s"]
-    assert sb.analysis.factor_scale(sb.bayesianize(nn.Linear(2, 2), sb.MeanField())) == {}
+    assert sb.analysis.factor_scale(sb.bayesianize(nn.Linear(2, 2), sb.MeanField.paper())) == {}

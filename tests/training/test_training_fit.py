@@ -53,7 +53,9 @@ def assert_same(first, second, **tolerance):
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("method", [sb.Rank1(components=3), sb.KTied(rank=1)], ids=["rank1", "ktied"])
+@pytest.mark.parametrize(
+    "method", [sb.Rank1.paper(components=3), sb.KTied.paper(rank=1)], ids=["rank1", "ktied"]
+)
 def test_the_whole_run_by_hand(method, every):
     """Noise is seeded by (seed, 1, step, rank), so a loop of a few lines gives the same weights and losses."""
     x, y = data()
@@ -122,7 +124,7 @@ def test_deterministic_equals_plain_torch():
 def test_l2_is_the_gradient_of_its_sum_of_squares(kind):
     """One step in float64: the loss nll + l2 · Σw² over the decayed parameters, written out."""
     x, y = data()
-    l2, method = 0.05, sb.Rank1(components=2)
+    l2, method = 0.05, sb.Rank1.paper(components=2)
     model = build(method)
     options = dict(
         optimizer=kind, lr=0.1, l2=l2, momentum=0.0, kl_weight=0.0, noise="mean", schedule="constant"
@@ -178,7 +180,7 @@ def rates(monkeypatch, **options):
 
     monkeypatch.setattr(Training, "make_optimizer", keep)
     seen = []
-    model = build(sb.Rank1(components=2))
+    model = build(sb.Rank1.paper(components=2))
 
     def look(step, row):
         rates = {group["name"]: group["lr"] for group in made[-1].param_groups}
@@ -210,7 +212,7 @@ def test_cosine_and_constant_through_a_run(monkeypatch):
 
 
 def test_bfloat16_trains():
-    model = build(sb.Rank1(components=2))
+    model = build(sb.Rank1.paper(components=2))
     result = sb.fit(model, data(), epochs=10, batch_size=20, lr=0.05, precision="bf16-mixed", **QUIET)
     assert all(math.isfinite(row["loss"]) for row in result.history)
     assert result.history[-1]["nll"] < result.history[0]["nll"] - 0.1
@@ -222,7 +224,7 @@ def test_bfloat16_trains():
 def test_compiled_steps_give_the_same_losses():
     found = {}
     for compiled in (False, True):
-        model = build(sb.Rank1(components=2))
+        model = build(sb.Rank1.paper(components=2))
         result = sb.fit(
             model,
             data(),
@@ -246,7 +248,7 @@ def test_compiled_steps_give_the_same_losses():
 def test_the_callers_random_states_are_untouched(loader):
     x, y = data()
     train = DataLoader(TensorDataset(x, y), 10, shuffle=True) if loader else (x, y)
-    model = build(sb.KTied())
+    model = build(sb.KTied.paper())
     torch.manual_seed(3)
     np.random.seed(3)
     random.seed(3)
@@ -267,7 +269,7 @@ def test_seeds():
     found = {}
     for name, seed in (("a", 0), ("b", 0), ("c", 1), ("d", -1)):
         torch.manual_seed(sum(map(ord, name)))  # the generator's state must not matter
-        model = build(sb.Rank1(components=2))
+        model = build(sb.Rank1.paper(components=2))
         sb.fit(model, data(), epochs=2, batch_size=10, seed=seed, **QUIET)
         found[name] = weights(model)
     assert_same(found["a"], found["b"])
@@ -312,7 +314,7 @@ def test_models_with_two_inputs():
         (cut, {"num_data": 40}),
     ):
         torch.manual_seed(0)
-        model = sb.bayesianize(Two(), sb.Rank1(components=2))
+        model = sb.bayesianize(Two(), sb.Rank1.paper(components=2))
         result = sb.fit(model, source, epochs=2, lr=0.05, validation=source, **more, **QUIET)
         assert result.step == 8
         found.append((weights(model), [row["loss"] for row in result.history], result.best["validation_nll"]))
@@ -455,7 +457,7 @@ def test_a_fraction_holds_out_other_rows():
 
 def test_history_on_disk_is_the_history(tmp_path):
     result = sb.fit(
-        build(sb.Rank1()), data(), epochs=3, batch_size=16, folder=tmp_path / "run", log_every=1, progress=False,
+        build(sb.Rank1.paper()), data(), epochs=3, batch_size=16, folder=tmp_path / "run", log_every=1, progress=False,
         validation=data(),
     )  # fmt: skip
     with open(tmp_path / "run" / "history.csv", newline="") as file:
@@ -469,7 +471,7 @@ def test_history_on_disk_is_the_history(tmp_path):
 
 def test_tensorboard_files_hold_the_history(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    result = sb.fit(build(sb.Rank1()), data(), epochs=2, batch_size=20, folder=tmp_path, **QUIET)
+    result = sb.fit(build(sb.Rank1.paper()), data(), epochs=2, batch_size=20, folder=tmp_path, **QUIET)
     events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     for name in ("loss", "nll", "kl", "lr", "kl_weight"):
@@ -489,7 +491,7 @@ def test_the_live_line_of_a_terminal(monkeypatch):
     for name, value in (("COLUMNS", "160"), ("LINES", "40"), ("TERM", "xterm")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    sb.fit(build(sb.Rank1()), data(), epochs=2, batch_size=20, label="my run")
+    sb.fit(build(sb.Rank1.paper()), data(), epochs=2, batch_size=20, label="my run")
     text = screen.getvalue()
     assert re.search(
         r"my run .*4/4.* loss \d+\.\d{4}  nll \d\.\d{4}  kl/data \d+\.\d{4}  [\d.]+k? examples/s  0:00 left",
@@ -612,10 +614,10 @@ def test_a_loss_beyond_floats_names_the_step():
     "method",
     [
         sb.DeepEnsemble(members=2),
-        sb.EMP(components=2, patch=(nn.Conv2d,)),
-        sb.Rank1(components=2),
-        sb.KTied(),
-        sb.MeanField(),
+        sb.EMP.paper(components=2, patch=(nn.Conv2d,)),
+        sb.Rank1.paper(components=2),
+        sb.KTied.paper(),
+        sb.MeanField.paper(),
     ],
     ids=lambda method: type(method).__name__,
 )

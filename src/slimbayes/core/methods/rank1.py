@@ -85,7 +85,7 @@ class Rank1(Method):
     factors: str = "both"
     perturbation: str = "multiplicative"
     random_sign_init: float = -0.5
-    dropout_rate: float = 0.01
+    dropout_rate: float = 0.02
     kl_reduction: str = "mean"
     clip: float | None = 10.0
     components_per_step: int | None = None

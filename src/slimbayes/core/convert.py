@@ -192,7 +192,7 @@ def _convert_layer(module: nn.Module, name: str, method: Method, shared: Shared)
 
 def _rule_of(method: Method, layer: Converted, name: str, shared: Shared) -> Rule:
     rule = method.attach(layer, name, shared)
-    rule.kl_temperature, rule.rate = method.traits.temperature, method.traits.rate
+    rule.kl_temperature, rule.lr_multiplier = method.traits.temperature, method.traits.lr_multiplier
     return rule
 
 

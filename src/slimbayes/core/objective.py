@@ -518,8 +518,8 @@ def parameter_groups(
         factors.update(id(p) for _, factor in layer.bayes.rank1_factors() for p in factor.parameters())
         plain.update(id(p) for p in (*layer.bayes.parameters(), *layer.bayes.means(layer)))
     for rule, layer in ruled_layers(model):
-        if rule.rate != 1.0:
-            quick.update((id(parameter), rule.rate) for parameter in rule.quick(layer))
+        if rule.lr_multiplier != 1.0:
+            quick.update((id(parameter), rule.lr_multiplier) for parameter in rule.quick(layer))
     if not decay_norms:
         norms = [m for m in unwrap(model).modules() if _is_norm(m)]
         plain.update(id(p) for norm in norms for p in norm.parameters(recurse=False))

@@ -66,7 +66,7 @@ class _Patching(Method, ABC):
     @property
     def traits(self) -> Traits:
         """What conversion and draws need to know."""
-        return Traits(randomizes_weight=True, shared_prior=self._prior(), rate=self.component_rate)
+        return Traits(randomizes_weight=True, shared_prior=self._prior(), lr_multiplier=self.component_rate)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that one of the ``patch`` entries names."""

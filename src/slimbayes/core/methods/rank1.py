@@ -168,7 +168,7 @@ class Rank1(Method):
         """What conversion and draws need to know."""
         return Traits(
             components=self.components, step_components=self.components_per_step, trains_base=self.train_base,
-            noisy=self.posterior != "delta", temperature=self.temperature, rate=self.spread_rate,
+            noisy=self.posterior != "delta", temperature=self.temperature, lr_multiplier=self.spread_rate,
         )  # fmt: skip
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:

@@ -104,7 +104,7 @@ class Rule(nn.Module, ABC):
     drops: bool = False  # dropout of the layer's own is part of the draw
     constant_row: int | None = None  # of the weight: never random, and in no KL (an embedding's padding)
     kl_temperature: float = 1.0  # what ``elbo`` multiplies its KL by: the method's ``traits.temperature``
-    rate: float = 1.0  # of the learning rate, for what is ``quick``: the method's ``traits.rate``
+    lr_multiplier: float = 1.0  # of what is ``quick``: the method's ``traits.lr_multiplier``
 
     @abstractmethod
     def forward(self, op: Operation, inputs: Inputs) -> Tensor:
@@ -115,7 +115,7 @@ class Rule(nn.Module, ABC):
         return iter(())
 
     def quick(self, op: Operation) -> Iterator[nn.Parameter]:
-        """The parameters that learn ``rate`` times as fast as others by ``parameter_groups``."""
+        """The parameters that learn ``lr_multiplier`` times as fast as others by ``parameter_groups``."""
         return iter(())
 
     def samples_whole(self, noise: str) -> bool:

@@ -31,7 +31,7 @@ from slimbayes.lab.experiments.session import OutOfTime, Session
 from slimbayes.lab.models import WideResNet
 from slimbayes.training.sources import make_source
 from slimbayes.verbs.checkpoint import CheckpointError
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 
 def network(method, include=None):
@@ -161,7 +161,7 @@ def test_recipes_are_the_papers():
             training = made.training
             assert (training.optimizer, training.lr, training.batch_size) == ("adam", 1e-3, 256)
             assert training.l2 == 0.001 / 256 and training.samples == 1
-            parse_method(made.method)
+            parse_stored(made.method)
     paper = recipe(Session("paper", "work"), "cifar100", "EMP")
     assert (paper.training.epochs, paper.training.schedule) == (400, "constant")
     assert paper.network == "pyramidnet(depth=110, alpha=270)"
@@ -277,7 +277,7 @@ def test_stacked_draws_are_those_of_the_row_beside_them(session):
 def test_the_entry_names_the_methods_that_run():
     (setting,) = find("emp/extras").settings
     for label, way in WAYS["cifar100-extras"].items():
-        assert parse_method(setting.methods[label]) == parse_method(way.method)
+        assert parse_stored(setting.methods[label]) == parse_stored(way.method)
     assert set(setting.methods) == set(WAYS["cifar100-extras"])
 
 

@@ -9,7 +9,7 @@ import slimbayes as sb
 from slimbayes.lab.data.corruptions import CORRUPTIONS
 from slimbayes.lab.experiments import COLUMNS, ENTRIES, PAPERS, find
 from slimbayes.lab.experiments.running import RUNNERS
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 KTIED = """table1 figure3 figure4 table2 figure5 table3 figure6 figure7 table4 table5 figure9 figure10 figure11
     figure12 local by-elbo time compress tuning"""
@@ -88,7 +88,7 @@ def test_methods_can_be_read():
     texts = {text for _, setting in SETTINGS for text in setting.methods.values()}
     assert len(texts) > 40
     for text in texts:
-        parse_method(text)
+        parse_stored(text)
 
 
 def test_training_values_are_those_of_the_training_loop():
@@ -204,7 +204,7 @@ def test_hyper_parameter_tables_are_those_of_the_settings():
         (table,) = entry.printed
         for setting in entry.settings:
             (text,) = setting.methods.values()
-            method = parse_method(text)
+            method = parse_stored(text)
             family = "Cauchy" if method.posterior == "cauchy" else "Normal"
             classes = setting.data.removeprefix("cifar")
             column = f"{prior}-{classes}, {family}" if prior else family

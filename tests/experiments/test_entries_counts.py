@@ -10,7 +10,7 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.lab.experiments import ENTRIES
 from slimbayes.lab.models.text import network_builder
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 SHAPES = {
     "mnist": ((1, 28, 28), 10),
@@ -29,7 +29,7 @@ def shape_of(data):
 @functools.cache
 def count(network, data, *methods):
     """Parameters after the conversion, on the meta device; with two methods, of convolutions and of dense layers."""
-    parsed = [parse_method(text) for text in methods]
+    parsed = [parse_stored(text) for text in methods]
     rules = parsed[0] if len(parsed) == 1 else list(zip((nn.Conv2d, nn.Linear), parsed, strict=True))
     with torch.device("meta"):
         model = network_builder(network)(*shape_of(data))

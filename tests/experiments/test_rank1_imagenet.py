@@ -19,7 +19,7 @@ from slimbayes.lab.experiments.outcome import Table
 from slimbayes.lab.experiments.rank1_recipes import BATCH_ENSEMBLE, CAUCHY, DETERMINISTIC, GAUSSIAN, rows_of
 from slimbayes.lab.experiments.session import Session
 from slimbayes.training import loop
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 pytest.importorskip("PIL.Image")
 ENSEMBLE = "Ensemble 4×ResNet-50"
@@ -53,7 +53,7 @@ def test_recipes_are_the_papers(tmp_path, monkeypatch, label, parameters, sample
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     paper = Session("paper", tmp_path)
     made = rank1.recipe(paper, label)
-    assert made.network == "resnet50" and parse_method(made.method) == wanted
+    assert made.network == "resnet50" and parse_stored(made.method) == wanted
     assert made.parameters((3, 224, 224), 1000) == parameters and rank1.samples_of(paper, label) == samples
     long, members = label in (BATCH_ENSEMBLE, GAUSSIAN, CAUCHY), 4 if label == ENSEMBLE else 1
     training = made.training

@@ -40,7 +40,7 @@ from slimbayes.lab.experiments.rank1_recipes import (
 from slimbayes.lab.experiments.rank1_settings import Chosen, gaussian_cifar, short
 from slimbayes.lab.experiments.running import reproduce
 from slimbayes.lab.experiments.session import Session
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,12 @@ def test_rows_under_another_name_are_the_same_network():
     }  # fmt: skip
     assert set(entries) == set(SAME) - {"p = 0.01"}  # the rate that a search chose for short schedules
     made = recipe(Session("gpu", "work"), SHORT, SAME["p = 0.01"])
-    assert parse_method(made.method).dropout_rate == 0.01
+    assert parse_stored(made.method).dropout_rate == 0.01
     main = rows_of(MAIN)[GAUSSIAN]
     for label, entry in entries.items():
         settings = [s for s in find(f"rank1/{entry}").settings if label in s.methods]
         assert len(settings) == 1
-        assert parse_method(settings[0].methods[label]) == parse_method(main.method), label
+        assert parse_stored(settings[0].methods[label]) == parse_stored(main.method), label
         assert settings[0].training == main.setting.training, label
 
 
@@ -100,7 +100,7 @@ def test_schedules_keep_the_papers_proportions(scale):
             assert training.kl_annealing == paper.get("kl_annealing", sb.Training().kl_annealing)
             assert training.warmup == 1.0
     rows = {
-        label: parse_method(rows_of(ABLATIONS)[label].method).components
+        label: parse_stored(rows_of(ABLATIONS)[label].method).components
         * recipe(session, ABLATIONS, label).training.batch_size
         for label in ("K = 1", "K = 2", "K = 8", "K = 16", GAUSSIAN)
     }
@@ -125,8 +125,8 @@ def test_short_schedules_take_what_the_search_chose(setting):
     labels = {job.label for job in jobs_of(session, setting)}
     assert setting != SHORT or len(labels) == 11  # of which Figures 2, 3 and v1-5 and Table 8 are made
     for label in labels:
-        ours = parse_method(recipe(session, setting, label).method)
-        paper = parse_method(rows_of(setting)[label].method)
+        ours = parse_stored(recipe(session, setting, label).method)
+        paper = parse_stored(rows_of(setting)[label].method)
         changed = {}
         if label == CAUCHY:
             changed = {"dropout_rate": float(chosen.heavy_rate)}
@@ -142,7 +142,7 @@ def test_short_schedules_take_what_the_search_chose(setting):
 def test_a_search_may_choose_every_value_of_a_gaussian():
     chosen = Chosen("x", 1e-3, 0.2, "1e-4", schedule="cosine", distance=0.3)
     made = short(gaussian_cifar(100), chosen)
-    method, before = (parse_method(s.methods[GAUSSIAN]) for s in (made, gaussian_cifar(100)))
+    method, before = (parse_stored(s.methods[GAUSSIAN]) for s in (made, gaussian_cifar(100)))
     assert method == dataclasses.replace(before, random_sign_init=-0.3, dropout_rate=0.2)
     kept = {name: value for name, value in made.training.items() if name not in ("l2", "schedule")}
     assert kept.items() <= gaussian_cifar(100).training.items()
@@ -156,12 +156,12 @@ def test_the_search_of_shared_batches_changes_one_thing_at_a_time():
     assert {made.training.lr for made in found.values()} == {0.2}
     middle, base = (
         found[f"{GAUSSIAN}, p = 0.03"],
-        parse_method(found[f"{GAUSSIAN}, p = 0.03"].method),
+        parse_stored(found[f"{GAUSSIAN}, p = 0.03"].method),
     )
     for label, change in {"p = 0.1": {"dropout_rate": 0.1}, "p = 0.03, KL summed": {"kl_reduction": "sum"},
                           "p = 0.03, close": {"random_sign_init": -0.2}}.items():  # fmt: skip
         other = found[f"{GAUSSIAN}, {label}"]
-        assert parse_method(other.method) == dataclasses.replace(base, **change)
+        assert parse_stored(other.method) == dataclasses.replace(base, **change)
         assert other.training == middle.training
     light = found[f"{GAUSSIAN}, p = 0.03, l2 = 0.00025"]
     assert light.method == middle.method

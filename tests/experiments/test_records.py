@@ -32,7 +32,7 @@ from slimbayes.lab.models.text import network_builder
 from slimbayes.metrics import auroc
 from slimbayes.training import Training, fit
 from slimbayes.training.sources import make_source
-from slimbayes.verbs.method_text import parse_method
+from slimbayes.verbs.method_text import parse_stored
 
 
 @pytest.fixture(scope="module")
@@ -179,4 +179,4 @@ def test_parameters_of_the_tied_lstm(tmp_path):
         with torch.device("meta"):
             model = tied_recipe(session, "imdb", "converged", label).build((80,), 2, seed=0)
         assert counted(model, "imdb") == number
-    assert parse_method(tied_recipe(session, "imdb", "converged", "2-tied").method).biases is False
+    assert parse_stored(tied_recipe(session, "imdb", "converged", "2-tied").method).biases is False

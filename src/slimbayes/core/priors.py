@@ -175,7 +175,7 @@ class RelativeNormal(Prior):
     rms(μ) is the root mean square of the tensor's means (at least 0.001; no gradient passes through it). A posterior
     N(μ, σ²) pays Σ log(σ_p/σ) + σ²/(2σ_p²) − ½ + precision · μ²/2 with σ_p = scale · rms: what the data do not fix
     gets noise of that part of the weights' size, in layers of any width, and the means are as free as under weight
-    decay of precision/num_data. First spreads (``stddev_init``) count in the same unit, rms(μ).
+    decay of temperature · precision/num_data. First spreads (``stddev_init``) count in the same unit, rms(μ).
 
     >>> q = RelativeNormal(0.5).unit(torch.tensor([0.3, -0.4]))
     >>> round(float(q), 4)
@@ -183,7 +183,7 @@ class RelativeNormal(Prior):
     """
 
     scale: float = 0.5
-    precision: float = 0.1
+    precision: float = 1.0
 
     def __post_init__(self) -> None:
         _check("RelativeNormal", 0.0, self.scale)

@@ -30,7 +30,7 @@ _LIKELIHOOD = "likelihood.safetensors"
 
 
 def with_rates(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> None:
-    """Move parameters, by id, whose rate is not 1 to groups of their own, at that part of their group's learning rate."""
+    """Move parameters, by id, whose rate is not 1 to groups of their own, at that multiple of their group's rate."""
     for group in list(optimizer.param_groups):
         kept = [p for p in group["params"] if rates.get(id(p), 1.0) == 1.0]
         for rate in sorted({rates.get(id(p), 1.0) for p in group["params"]} - {1.0}):

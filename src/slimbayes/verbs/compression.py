@@ -17,8 +17,8 @@ from slimbayes.core.conversion import converted_layers, find_record, require_who
 from slimbayes.core.layers.base import Converted
 from slimbayes.core.methods import KTied, MeanField
 from slimbayes.core.methods.base import check_count
-from slimbayes.core.posteriors import KTiedPosterior, NormalPosterior
 from slimbayes.core.methods.meanfield import NORMAL_PRIORS
+from slimbayes.core.posteriors import KTiedPosterior, NormalPosterior
 from slimbayes.core.selection import Selection
 from slimbayes.sequences.kernels import Kernel
 
@@ -101,8 +101,7 @@ def _compressible(model: nn.Module, include: Selection | None, exclude: Selectio
         if not isinstance(method.prior, NORMAL_PRIORS):
             known = ", ".join(kind.__name__ for kind in NORMAL_PRIORS)
             raise ValueError(
-                f"layer {name!r} has prior={method.prior!r}, and KTied needs one of {known}; "
-                f"{remedy}"
+                f"layer {name!r} has prior={method.prior!r}, and KTied needs one of {known}; {remedy}"
             )
     return names
 

@@ -102,8 +102,8 @@ class Traits:
     (None: all). ``trains_base=False`` freezes all but the new parameters. With ``randomizes_weight`` the
     weight itself is random, so that layers tied to it must follow. ``shared_prior`` is the prior of the
     parameters that no rule converted. Where a method is not ``noisy``, samples of one component are copies.
-    ``temperature`` multiplies the KL of the layers in ``elbo``, and ``lr_multiplier`` the learning rate of what their rules
-    call ``quick`` in ``parameter_groups``.
+    ``temperature`` multiplies the KL of the layers in ``elbo``, and ``lr_multiplier`` the learning rate of what their
+    rules call ``quick`` in ``parameter_groups``.
     """
 
     components: int = 1

@@ -48,16 +48,16 @@ class MeanField(Method):
     posterior's, so that only σ is penalised. ``stddev_max`` caps σ. ``temperature`` multiplies the KL in ``elbo``.
 
     >>> MeanField(estimator="flipout").prior
-    RelativeNormal(scale=0.5, precision=0.1)
+    RelativeNormal(scale=0.5, precision=1.0)
     """
 
     prior: priors.Prior = field(default_factory=priors.RelativeNormal)
-    stddev_init: float = 0.03
+    stddev_init: float = 0.02
     estimator: str = "shared"
     biases: bool = False
     tied_mean: bool = False
     stddev_max: float | None = None
-    temperature: float = field(default=1.0, metadata=LATER)
+    temperature: float = field(default=0.1, metadata=LATER)
 
     def __post_init__(self) -> None:
         check_least("temperature", self.temperature)
@@ -129,10 +129,10 @@ class KTied(Method):
 
     rank: int = 2
     prior: priors.Prior = field(default_factory=priors.RelativeNormal)
-    stddev_init: float = 0.03
+    stddev_init: float = 0.02
     estimator: str = "shared"
     biases: bool = False
-    temperature: float = field(default=1.0, metadata=LATER)
+    temperature: float = field(default=0.1, metadata=LATER)
 
     def __post_init__(self) -> None:
         check_least("temperature", self.temperature)

@@ -72,8 +72,8 @@ class Rank1(Method):
     "mean" (the convexity bound), or "monte_carlo" (the KL of the joint mixture). ``clip`` bounds samples.
     ``random``: which of the factors have a distribution, "both", "input" (s) or "output" (r); the other is a point
     estimate for each component, as BatchEnsemble's: trained, without noise and KL. ``temperature`` multiplies the KL in
-    ``elbo``; ``spread_rate`` the learning rate of the factors' scales in ``sb.parameter_groups``, so that noise which the
-    data do not bear is gone within a short run.
+    ``elbo``; ``spread_rate`` the learning rate of the factors' scales in ``sb.parameter_groups``, so that noise which
+    the data do not bear is gone within a short run.
 
     >>> Rank1(components=2, posterior="cauchy").prior is None
     True

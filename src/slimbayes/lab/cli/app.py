@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from slimbayes import __version__
-from slimbayes.lab.cli import benching, comparing, reproducing, training, using
+from slimbayes.lab.cli import benching, comparing, reproducing, suite, training, using
 from slimbayes.lab.cli.errors import screen
 
 app = typer.Typer(
@@ -37,6 +37,6 @@ def _main(
     pass
 
 
-for module in (comparing, training, using, reproducing, benching):
+for module in (comparing, training, using, reproducing, benching, suite):
     for command, examples in module.COMMANDS:
         app.command(epilog=examples)(command)

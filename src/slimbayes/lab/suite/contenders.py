@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import slimbayes as sb
 from slimbayes.containers.datasets import Split
+from slimbayes.core.methods import Method
 from slimbayes.core.predictive import Predictive
 from slimbayes.lab.suite import training
 from slimbayes.lab.suite.data import Task
@@ -23,7 +25,7 @@ from slimbayes.verbs.method_text import parse_method
 
 Contender = Callable[[Pair, Task, int], Answer]
 PLAIN = "plain"
-OURS: dict[str, sb.Method] = {
+OURS: dict[str, Method] = {
     "Rank1": sb.Rank1(),
     "BatchEnsemble": sb.BatchEnsemble(),
     "KTied": sb.KTied(),
@@ -32,7 +34,6 @@ OURS: dict[str, sb.Method] = {
     "ECMP": sb.ECMP(),
     "MCDropout": sb.MCDropout(),
     "DropConnect": sb.DropConnect(),
-    "DeepEnsemble": sb.DeepEnsemble(),
 }
 
 
@@ -65,8 +66,9 @@ def _train(
 
 def _loss(likelihood: sb.Gaussian | sb.Categorical, draws: Tensor, targets: Tensor) -> Tensor:
     """The nll; a noise that is learned follows the residuals, as in ``sb.elbo``."""
-    known = isinstance(likelihood, sb.Gaussian) and likelihood.follows(draws)
-    return -(likelihood.followed if known else likelihood.log_prob)(draws, targets).mean()  # type: ignore[union-attr]
+    if isinstance(likelihood, sb.Gaussian) and likelihood.follows(draws):
+        return -likelihood.followed(draws, targets).mean()
+    return -likelihood.log_prob(draws, targets).mean()
 
 
 def _of_draws(draws: Callable[[Tensor], Tensor], likelihood: Any) -> Answer:
@@ -152,7 +154,7 @@ def _statistics(network: nn.Module, inputs: Tensor) -> nn.Module:
 
 def laplace(pair: Pair, task: Task, seed: int) -> Answer:
     """Last-layer Laplace of laplace-torch with its defaults: Kronecker factors, marginal likelihood, probit."""
-    from laplace import Laplace
+    Laplace = importlib.import_module("laplace").Laplace
 
     trained = _train(pair, task, seed)
     rows = torch.utils.data.TensorDataset(task.train.inputs, task.train.targets)
@@ -176,7 +178,7 @@ def laplace(pair: Pair, task: Task, seed: int) -> Answer:
 
 def ivon(pair: Pair, task: Task, seed: int) -> Answer:
     """IVON of ivon-opt as its page has it: lr = 0.1, ess = the rows, one sample a step; cosine to 0."""
-    from ivon import IVON
+    IVON = importlib.import_module("ivon").IVON
 
     torch.manual_seed(seed)
     network, likelihood = pair.network(task), training.likelihood_of(task)
@@ -208,6 +210,20 @@ RIVALS: dict[str, Contender] = {
     "IVON": ivon,
     "ensemble of 5": ensemble,
 }
+
+
+# Packages that this one does not ask for: they go into an environment of their own, beside it.
+_PACKAGES = {"last-layer Laplace": ("laplace", "laplace-torch"), "IVON": ("ivon", "ivon-opt")}
+
+
+def lacking(name: str) -> str | None:
+    """The package that this contender needs and that is not there."""
+    module, package = _PACKAGES.get(name, ("slimbayes", ""))
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return package
+    return None
 
 
 def contender(name: str) -> tuple[Contender, str]:

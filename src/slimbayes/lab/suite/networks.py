@@ -68,11 +68,11 @@ def resnet(width: int = 8) -> Network:
 
 
 class _Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], task: Task, width: int) -> None:
+    def __init__(self, kind: type[nn.GRU] | type[nn.LSTM], task: Task, width: int) -> None:
         super().__init__()
         size = width if task.words else task.train.inputs.shape[-1]
         self.embedding = nn.Embedding(task.words, width) if task.words else nn.Identity()
-        self.body = kind(size, width, batch_first=True)  # type: ignore[call-arg]
+        self.body = kind(size, width, batch_first=True)
         self.head = nn.Linear(width, task.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class _Recurrent(nn.Module):
         return self.head(states[:, -1])  # type: ignore[no-any-return]
 
 
-def recurrent(kind: type[nn.RNNBase], width: int = 48) -> Network:
+def recurrent(kind: type[nn.GRU] | type[nn.LSTM], width: int = 48) -> Network:
     """One recurrent layer, of tokens through an embedding, and a dense layer on its last state."""
     return lambda task: _Recurrent(kind, task, width)
 
@@ -101,7 +101,7 @@ class _Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         padding = tokens == 0
-        x = self.words(tokens) + self.places(self.place)  # type: ignore[operator]
+        x = self.words(tokens) + self.places(self.place)
         for block in self.blocks:
             x = block(x, src_key_padding_mask=padding)
         there = (~padding).unsqueeze(-1).to(x.dtype)

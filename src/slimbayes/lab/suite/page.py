@@ -67,7 +67,8 @@ def summary(rows: Sequence[Row], half: str) -> list[str]:
     """A line for every contender: where it is worse, and its means over the pairs of this half."""
     pairs = [name for name, pair in PAIRS.items() if pair.half == half]
     lines = [
-        "| contender | NLL, classes | shifted | NLL, regression | shifted | ECE | shifted | coverage of 90 % | worse than plain on |",
+        "| contender | NLL, classes | shifted | NLL, regression | shifted | ECE | shifted | coverage of 90 % "
+        "| worse than plain on |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for name in (PLAIN, *OURS, *RIVALS):

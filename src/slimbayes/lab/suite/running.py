@@ -15,7 +15,7 @@ import torch
 
 from slimbayes.files import read_json, write_whole
 from slimbayes.lab.processes import workers
-from slimbayes.lab.suite.contenders import OURS, PLAIN, RIVALS, contender
+from slimbayes.lab.suite.contenders import OURS, PLAIN, RIVALS, contender, lacking
 from slimbayes.lab.suite.data import Task
 from slimbayes.lab.suite.pairs import PAIRS
 from slimbayes.lab.suite.scores import measure
@@ -67,6 +67,10 @@ def run_suite(
     current = {cell: rows[cell] for cell in wanted if cell in rows and rows[cell]["is"] == described(cell)}
     missing = [cell for cell in wanted if cell not in current]
     say(f"{len(wanted) - len(missing)} of {len(wanted)} cells are there")
+    for name in sorted({cell.contender for cell in missing}):
+        if package := lacking(name):
+            say(f"{name} is left out: it needs pip install {package}, in an environment of its own")
+            missing = [cell for cell in missing if cell.contender != name]
     for count, (cell, row) in enumerate(_measured(missing, root, jobs, end), 1):
         rows[cell] = row
         write_whole(
@@ -111,10 +115,10 @@ def _measured(
         rest = iter(missing)
         while True:
             while len(waiting) < jobs and (end is None or time.monotonic() < end):
-                cell = next(rest, None)
-                if cell is None:
+                following = next(rest, None)
+                if following is None:
                     break
-                waiting[pool.submit(measure_cell, cell, root)] = cell
+                waiting[pool.submit(measure_cell, following, root)] = following
             if not waiting:
                 return
             done, _ = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes.core.methods import Method
 from slimbayes.core.predictive import Predictive
 from slimbayes.lab.suite.data import Task
 from slimbayes.lab.suite.pairs import Pair
@@ -53,7 +54,7 @@ def set_rate(optimizer: Optimizer, pair: Pair, done: float) -> None:
             group["lr"] = 0.5 * group.setdefault("initial_lr", group["lr"]) * (1 + math.cos(math.pi * done))
 
 
-def train(pair: Pair, task: Task, method: sb.Method, seed: int) -> Answer:
+def train(pair: Pair, task: Task, method: Method, seed: int) -> Answer:
     """A network converted to ``method``, trained as the README does it; how it answers."""
     torch.manual_seed(seed)
     model = sb.bayesianize(pair.network(task), method)
@@ -72,7 +73,7 @@ def train(pair: Pair, task: Task, method: sb.Method, seed: int) -> Answer:
 
 
 def answer_of(
-    model: nn.Module, likelihood: sb.Gaussian | sb.Categorical, method: sb.Method, seed: int
+    model: nn.Module, likelihood: sb.Gaussian | sb.Categorical, method: Method, seed: int
 ) -> Answer:
     """Predictions by ``DRAWS`` draws, of one each where nothing is random."""
     samples = max(1, DRAWS // method.traits.components) if method.traits.noisy else 1

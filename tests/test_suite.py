@@ -1,0 +1,138 @@
+"""The suite of unlike tasks: cells that go on where they stopped, contenders on equal batches, and its page."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import slimbayes as sb
+from slimbayes.containers.datasets import Split
+from slimbayes.lab.suite import contenders, page, running, training
+from slimbayes.lab.suite.data import Task
+from slimbayes.lab.suite.pairs import PAIRS
+from slimbayes.lab.suite.running import Cell, cells, measure_cell, read_rows, run_suite
+from slimbayes.lab.suite.scores import measure, score
+
+SMALL = ("breast-mlp", "wine-mlp", "digits-mlp")  # from scikit-learn, without files
+
+
+@pytest.fixture
+def short(monkeypatch):
+    for name in SMALL:
+        monkeypatch.setitem(PAIRS, name, replace(PAIRS[name], epochs=1))
+
+
+def test_every_pair_has_a_half_and_there_are_enough():
+    halves = [pair.half for pair in PAIRS.values()]
+    assert halves.count("choosing") >= 7 and halves.count("judging") >= 7
+    assert set(running.REDUCED) <= set(PAIRS) and len(running.REDUCED) == 5
+
+
+def test_batches_are_those_of_the_seed_for_every_contender():
+    pair = PAIRS["wine-mlp"]
+    task = pair.data(None)
+    first = [inputs for inputs, _, _ in training.batches(pair, task, 0)]
+    again = [inputs for inputs, _, _ in training.batches(pair, task, 0)]
+    other = [inputs for inputs, _, _ in training.batches(pair, task, 1)]
+    assert all(map(torch.equal, first, again)) and not all(map(torch.equal, first, other))
+    assert len(first) == pair.epochs * (len(task.train) // pair.batch)
+
+
+def test_networks_of_a_seed_start_alike(monkeypatch):
+    starts = []
+    pair = replace(PAIRS["wine-mlp"], epochs=0)
+    task = pair.data(None)
+    monkeypatch.setattr(
+        training, "answer_of", lambda model, *rest: starts.append(model[1].weight.detach().clone())
+    )
+    for method in (sb.Deterministic(), sb.KTied(), sb.Rank1()):
+        training.train(pair, task, method, 3)
+    assert torch.equal(starts[0], starts[1]) and torch.equal(starts[0], starts[2])
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "Rank1", "KTied(rank=1)", "EMP", "temperature scaling", "SWAG", "ensemble of 5"]
+)
+def test_contenders_learn(name):
+    pair = replace(PAIRS["wine-mlp"], epochs=20)
+    task = pair.data(None)
+    untrained = contenders.contender(name)[0](replace(pair, epochs=1), task, 0)
+    trained = contenders.contender(name)[0](pair, task, 0)
+    assert score(trained, task.test, False)["nll"] < 0.7 * score(untrained, task.test, False)["nll"]
+
+
+def test_regressions_have_noise_of_the_residuals():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 3, generator=generator)
+    y = x[:, :1] + 0.3 * torch.randn(600, 1, generator=generator)
+    task = Task(Split(x[:400], y[:400]), Split(x[400:], y[400:]), (Split(x[400:], y[400:]),), 1, True)
+    pair = replace(PAIRS["power-mlp"], epochs=20, batch=40)
+    for name in ("plain", "KTied", "temperature scaling", "SWAG"):
+        figures = measure(contenders.contender(name)[0](pair, task, 0), task)["clean"]
+        assert 0.82 < figures["coverage"] < 0.97, (name, figures)
+
+
+def test_a_run_goes_on_where_it_stopped(short, tmp_path, monkeypatch):
+    output, said = tmp_path / "suite.json", []
+    wanted = cells(["breast-mlp"], ["plain", "KTied"], 2)
+    assert len(run_suite(wanted[:2], output, say=said.append)) == 2
+    before = {Cell(row["pair"], row["contender"], row["seed"]): row for row in read_rows(output)}
+    rows = run_suite(wanted, output, say=said.append)
+    assert len(rows) == 4 and said.count("2 of 4 cells are there") == 1
+    assert all(row in rows for row in before.values())
+    assert run_suite(wanted, output, say=said.append) == rows and said[-1] == "4 of 4 cells are there"
+    # Another setting of the loop makes a row an old one.
+    monkeypatch.setitem(PAIRS, "breast-mlp", replace(PAIRS["breast-mlp"], lr=0.01))
+    run_suite(wanted[:1], output, say=said.append)
+    assert said[-2] == "0 of 1 cells are there"
+    assert run_suite(wanted, tmp_path / "none.json", budget=0.0) == []
+
+
+def test_rows_do_not_depend_on_the_process(short, tmp_path):
+    row = measure_cell(Cell("wine-mlp", "Rank1", 0), None)
+    again = measure_cell(Cell("wine-mlp", "Rank1", 0), None)
+    assert row["clean"] == again["clean"] and row["shifted"] == again["shifted"]
+
+
+def test_wrong_names_are_said(tmp_path):
+    with pytest.raises(ValueError, match="no pair 'mnist'"):
+        cells(["mnist"], ["plain"], 1)
+    with pytest.raises(ValueError, match="Rank2"):
+        cells(["wine-mlp"], ["Rank2"], 1)
+    (tmp_path / "other.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(ValueError, match="no file of the suite"):
+        read_rows(tmp_path / "other.json")
+
+
+def test_what_needs_another_package_is_left_out(short, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setitem(contenders._PACKAGES, "IVON", ("no_such_module", "ivon-opt"))
+    assert run_suite(cells(["wine-mlp"], ["IVON"], 1), tmp_path / "suite.json", say=said.append) == []
+    assert "IVON is left out: it needs pip install ivon-opt" in said[1]
+
+
+def rows_of(pair, contender, values):
+    return [
+        {"pair": pair, "contender": contender, "seed": seed, "half": PAIRS[pair].half, "is": contender,
+         "clean": {"nll": value, "accuracy": 0.9, "ece": 0.01}, "shifted": {"nll": 2 * value, "accuracy": 0.8, "ece": 0.02}}
+        for seed, value in enumerate(values)
+    ]  # fmt: skip
+
+
+def test_worse_is_two_standard_errors_and_one_per_cent():
+    plain = rows_of("wine-mlp", "plain", [1.0, 1.1, 0.9])
+    within_noise = page.differences([*plain, *rows_of("wine-mlp", "EMP", [1.3, 1.0, 0.9])], "EMP")[0]
+    small = page.differences([*plain, *rows_of("wine-mlp", "EMP", [1.005, 1.105, 0.905])], "EMP")[0]
+    clear = page.differences([*plain, *rows_of("wine-mlp", "EMP", [1.05, 1.15, 0.96])], "EMP")[0]
+    assert (within_noise.worse, small.worse, clear.worse) == (False, False, True)
+    assert clear.clean.mean == pytest.approx(0.16 / 3) and clear.plain == pytest.approx(1.0)
+
+
+def test_the_page_marks_what_is_worse():
+    rows = [*rows_of("wine-mlp", "plain", [1.0, 1.1]), *rows_of("wine-mlp", "EMP", [1.2, 1.3])]
+    rows += [*rows_of("breast-mlp", "plain", [0.5, 0.6]), *rows_of("breast-mlp", "EMP", [0.4, 0.5])]
+    text = page.tables(rows)
+    assert text.index("chosen on") < text.index("looked at once")
+    assert "| EMP | +0.200 |" in text and "| wine-mlp |" in text
+    assert "**+0.200 ± 0.000**" in text and "| −0.100 ± 0.000 |" in text

@@ -15,6 +15,7 @@ _ROWS = 250
 LEVEL = 0.9
 
 
+@torch.no_grad()
 def score(answer: Answer, rows: Split, regression: bool) -> dict[str, float]:
     """The figures of one set of rows."""
     nll, means, covered = [], [], []

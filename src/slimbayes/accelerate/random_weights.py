@@ -87,16 +87,20 @@ def by_parameters(rule: SampledRule, op: Operation, which: str) -> tuple[Raw, Ra
     """A tensor as it is sampled here: its parameters, and the prior if it is its own."""
     posterior, mean, source, fan_in = rule.tensor(op, which)
     raw = raw_spread(posterior, mean)
-    return None if raw is None else (raw, own_prior(rule, source, fan_in))
+    return None if raw is None else (raw, own_prior(rule, source, fan_in, True))
 
 
-def own_prior(rule: SampledRule, source: str, fan_in: int | None) -> RawPrior | None:
-    """The numbers of a Normal prior on the whole tensor, unless it is another layer's, with a prior of its own."""
+def own_prior(rule: SampledRule, source: str, fan_in: int | None, following: bool = False) -> RawPrior | None:
+    """The numbers of a Normal prior on the whole tensor, unless it is another layer's, with a prior of its own.
+
+    One that follows its tensor is only for those who make the KL of the sums in Python: ``following``.
+    """
     if rule.prior is None or source not in (f"{rule.name}.weight", f"{rule.name}.bias"):
         return None
     if rule.constant_row is not None and source == rule.weight_source:
         return None  # the sample has the whole table, the KL only a part of it
-    return raw_prior(rule.prior, fan_in, rule.tied_mean)
+    found = raw_prior(rule.prior, fan_in, rule.tied_mean)
+    return None if found is not None and found.follows is not None and not following else found
 
 
 def _by_kernel(

@@ -1,7 +1,8 @@
 """Random weights by their parameters, and what a draw knows of the KL of those that it sampled.
 
 A Normal prior is two numbers here, and the KL a few sums that the sampling operation makes beside its samples. They
-are left in a ``Byproduct`` for the KL that follows the draw.
+are left in a ``Byproduct`` for the KL that follows the draw. The scale of a prior that follows its tensor comes from
+the same sums.
 """
 
 from __future__ import annotations
@@ -10,30 +11,75 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.accelerate import switches
+from slimbayes.core import distributions as d
 from slimbayes.core import priors
+from slimbayes.core.kl import ALPHA, BETA
 from slimbayes.core.noise import transformed
 from slimbayes.core.posteriors import KTiedPosterior, NormalPosterior, Posterior
 from slimbayes.core.rules.base import Operation, Rule, parameter_of
 from slimbayes.core.rules.meanfield import SampledRule
 
 
+class Cost(NamedTuple):
+    """The KL of one tensor, whose slopes are mean · (M − loc) and spread · σ − 1/σ."""
+
+    kl: float
+    mean: float
+    spread: float
+
+
 @dataclass
 class RawPrior:
-    """N(loc, scale²) for all elements; loc is None where it is the posterior's own mean."""
+    """N(loc, scale²) for all elements; loc is None where it is the posterior's own mean.
+
+    ``scale`` has no meaning where the prior ``follows`` the tensor.
+    """
 
     loc: float | None
     scale: float
+    follows: priors.RelativeNormal | priors.EmpiricalNormal | None = None
 
     @property
     def precision(self) -> float:
         """1/scale²."""
         return 1.0 / (self.scale * self.scale)
+
+    def cost(self, sums: tuple[float, float, float], n: int) -> Cost:
+        """½ (Σσ²/σ_p² + λ Σ(M − loc)²) + n (log σ_p − ½) − Σ log σ, from these sums over n elements.
+
+        λ is 1/σ_p² but for ``RelativeNormal``; of ``EmpiricalNormal`` there is − log InverseGamma(σ_p²; α, β) too.
+
+        >>> RawPrior(0.0, 1.0).cost((0.0, 2.0, 0.0), 2)
+        Cost(kl=0.0, mean=1.0, spread=1.0)
+        """
+        distance, squares, logs = sums
+        more = 0.0
+        if isinstance(self.follows, priors.RelativeNormal):
+            variance = self.follows.scale**2 * max(distance / max(n, 1), priors.LEAST_RMS**2)
+            pull = self.follows.precision
+        elif self.follows is not None:
+            variance = (squares + distance + 2.0 * BETA) / (n + 2.0 * ALPHA + 2.0)
+            pull = 1.0 / variance
+            more = (
+                (ALPHA + 1.0) * math.log(variance) + BETA * pull + math.lgamma(ALPHA) - ALPHA * math.log(BETA)
+            )
+        else:
+            variance, pull = self.scale**2, 0.0 if self.loc is None else self.precision
+        spread = 1.0 / variance
+        kl = 0.5 * (n * (math.log(variance) - 1.0) + spread * squares + pull * distance) - logs + more
+        return Cost(kl, pull, spread)
+
+    def distribution(self, like: Tensor) -> Any:
+        """The prior of a tensor like ``like``."""
+        if self.follows is not None:
+            return self.follows.distribution(like)
+        return d.Normal(like if self.loc is None else like.new_tensor(self.loc), like.new_tensor(self.scale))
 
 
 @dataclass
@@ -118,7 +164,7 @@ class Byproduct:
 
     sources: list[str]
     raws: list[Raw]
-    priors: list[RawPrior | None]  # None: another layer's, or none that is Normal
+    priors: list[RawPrior | None]  # None: another layer's, or no Normal
     facts: LayerFacts | None = None  # None: nothing tells whether they are the layers' own still
     total: Tensor | None = None  # the KL
     noise: tuple[int, int] = (-1, 0)  # the seed and the first stream of noise that can be made again
@@ -187,18 +233,8 @@ def raw_prior(prior: priors.Prior, fan_in: int | None, tied: bool) -> RawPrior |
         return RawPrior(None if tied else prior.loc, prior.scale)
     if type(prior) is priors.HeNormal:
         return RawPrior(None if tied else 0.0, 1.0 if fan_in is None else math.sqrt(2.0 / fan_in))
+    if type(prior) is priors.RelativeNormal:
+        return RawPrior(0.0, math.nan, prior)
+    if type(prior) is priors.EmpiricalNormal:
+        return RawPrior(prior.loc, math.nan, prior)
     return None
-
-
-def closed(sums: Sequence[tuple[float, float, float]], terms: Sequence[tuple[Raw, RawPrior]]) -> float:
-    """The same number from Σ(M − μ_p)², Σσ² and Σ log σ of every term.
-
-    >>> raw = Raw(torch.zeros(2), ())
-    >>> closed([(0.0, 2.0, 0.0)], [(raw, RawPrior(0.0, 1.0))])
-    0.0
-    """
-    total = 0.0
-    for (distance, squares, logs), (raw, prior) in zip(sums, terms, strict=True):
-        total += raw.loc.numel() * (math.log(prior.scale) - 0.5) - logs
-        total += 0.5 * prior.precision * (squares + (0.0 if prior.loc is None else distance))
-    return total

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from slimbayes.accelerate.cpu import weights as kernel
-from slimbayes.accelerate.weight_kl import Byproduct, RawPrior, closed, version
+from slimbayes.accelerate.weight_kl import Byproduct, Cost, RawPrior, version
+from slimbayes.core import distributions as d
+from slimbayes.core.kl import total_kl
 from slimbayes.core.noise import transformed
 from slimbayes.core.posteriors import positive
 
@@ -49,28 +51,30 @@ class _Plan:
 
     def __init__(self, known: Byproduct, centred: Sequence[bool], axis: bool = True) -> None:
         self.sizes = [len(raw.spread) + 1 for raw in known.raws]
+        self.counts = [raw.loc.numel() for raw in known.raws]
         self.priors = known.priors
-        self.terms = [
-            (raw, prior) for raw, prior in zip(known.raws, known.priors, strict=True) if prior is not None
-        ]
+        self.counted = any([prior is not None for prior in known.priors])
         self.centred = centred
         self.axis = axis  # whether samples have an axis of draws
         self.draws, self.noise = known.draws, known.noise
-        self.sums: list[kernel.Sums] = []
+        self.costs: list[Cost | None] = [None] * len(known.priors)
 
     def sample(self, groups: Sequence[Sequence[Tensor]], counted: bool) -> list[Tensor]:
-        """Samples by the kernel, and where they are ``counted`` the sums of their KL."""
+        """Samples by the kernel, and where they are ``counted`` what each tensor costs."""
         centres = None
         if counted:
             centres = [0.0 if prior is None else prior.loc or 0.0 for prior in self.priors]
         seed, stream = self.noise
-        made, self.sums = kernel.sample(groups, self.centred, self.draws, seed, centres, stream, self.axis)
+        made, sums = kernel.sample(groups, self.centred, self.draws, seed, centres, stream, self.axis)
+        if counted:
+            known = zip(self.priors, sums, self.counts, strict=True)
+            self.costs = [None if prior is None else prior.cost(own, n) for prior, own, n in known]
         return made
 
     def divergence(self) -> Tensor:
         """The KL of the samples' tensors that have a prior here, from the sums made with them."""
-        sums = [own for own, prior in zip(self.sums, self.priors, strict=True) if prior is not None]
-        return torch.full((), closed(sums, self.terms), dtype=torch.float32, device="cpu")
+        total = sum([cost.kl for cost in self.costs if cost is not None])
+        return torch.full((), total, dtype=torch.float32, device="cpu")
 
     def groups(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
         """One slice of ``tensors`` for each random tensor."""
@@ -95,8 +99,8 @@ class _Made(torch.autograd.Function):
         ctx.plan, ctx.tensors = plan, tensors
         ctx.versions = [version(tensor)[0] for tensor in tensors]
         ctx.set_materialize_grads(False)
-        made = plan.sample(plan.groups(tensors), bool(plan.terms))
-        return *made, plan.divergence() if plan.terms else None
+        made = plan.sample(plan.groups(tensors), plan.counted)
+        return *made, plan.divergence() if plan.counted else None
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -111,7 +115,7 @@ class _Made(torch.autograd.Function):
         if torch.is_grad_enabled() or transformed() or not all([one is None or _plain(one) for one in given]):
             return None, *_again(plan, tensors, given)
         factor = 0.0 if pulled is None else pulled.item()
-        pulls = [_pulls(prior, factor) for prior in plan.priors]
+        pulls = [_pulls(*known, factor) for known in zip(plan.priors, plan.costs, strict=True)]
         needs = plan.groups(ctx.needs_input_grad[1:])
         return None, *kernel.gradients(groups, plan.centred, draws, seed, grads, needs, pulls, stream)
 
@@ -133,7 +137,7 @@ def _again(plan: _Plan, tensors: Sequence[Tensor], given: Sequence[Tensor | None
 
 
 def _plain_samples(plan: _Plan, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The samples and the KL but for its constant, by operations that autograd knows."""
+    """The samples and the KL, by operations that autograd knows."""
     seed, stream = plan.noise
     total = tensors[0].new_zeros(())
     made = []
@@ -145,15 +149,12 @@ def _plain_samples(plan: _Plan, tensors: Sequence[Tensor]) -> list[Tensor]:
         made.append(sample if plan.axis else sample.squeeze(0))
         stream += plan.draws
         if prior is not None:
-            centre = mean if prior.loc is None else prior.loc
-            squares = sigma.square().sum() + (mean - centre).square().sum()
-            total = total + 0.5 * prior.precision * squares - sigma.log().sum()
+            total = total + total_kl(d.Normal(mean, sigma), prior.distribution(mean))
     return [*made, total]
 
 
-def _pulls(prior: RawPrior | None, factor: float) -> kernel.Pull:
+def _pulls(prior: RawPrior | None, cost: Cost | None, factor: float) -> kernel.Pull:
     """What a KL with this factor adds, as the kernels take it."""
-    if prior is None or factor == 0.0:
+    if prior is None or cost is None or factor == 0.0:
         return kernel.NO_PULL
-    own = factor * prior.precision
-    return (0.0, 0.0, own, factor) if prior.loc is None else (prior.loc, own, own, factor)
+    return prior.loc or 0.0, factor * cost.mean, factor * cost.spread, factor

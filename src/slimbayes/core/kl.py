@@ -161,10 +161,10 @@ def _relative(sums: Sequence[tuple[Tensor, Tensor, int]], p: d.RelativeNormal) -
 
 
 def _relative_variance(means: Tensor, n: int, p: d.RelativeNormal) -> Tensor:
-    return p.scale**2 * (means.detach() / n).clamp_min(LEAST_RMS**2)
+    return p.scale**2 * (means.detach() / max(n, 1)).clamp_min(LEAST_RMS**2)
 
 
-_ALPHA, _BETA = 2.01, 0.101  # the reference's
+ALPHA, BETA = 2.01, 0.101  # the reference's
 
 
 def fitted(q: Any, p: Any) -> Any:
@@ -178,7 +178,7 @@ def fitted(q: Any, p: Any) -> Any:
     if not isinstance(p, d.EmpiricalNormal):
         return p
     squares = (q.scale.square() + (q.loc - p.loc).square()).sum()
-    return d.Normal(p.loc, ((squares + 2.0 * _BETA) / (q.loc.numel() + 2.0 * _ALPHA + 2.0)).sqrt())
+    return d.Normal(p.loc, ((squares + 2.0 * BETA) / (q.loc.numel() + 2.0 * ALPHA + 2.0)).sqrt())
 
 
 def _empirical(squares: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
@@ -189,9 +189,9 @@ def _empirical(squares: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     """
     total: Tensor | None = None
     for own, n in zip(squares, counts, strict=True):
-        c = 0.5 * n + _ALPHA + 1.0
-        constant = c * (1.0 - math.log(2.0 * c)) - 0.5 * n - _ALPHA * math.log(_BETA) + math.lgamma(_ALPHA)
-        part = (c * (own + 2.0 * _BETA).log() + constant).sum()
+        c = 0.5 * n + ALPHA + 1.0
+        constant = c * (1.0 - math.log(2.0 * c)) - 0.5 * n - ALPHA * math.log(BETA) + math.lgamma(ALPHA)
+        part = (c * (own + 2.0 * BETA).log() + constant).sum()
         total = part if total is None else total + part
     assert total is not None
     return total

@@ -199,7 +199,8 @@ class RelativeNormal(Prior):
 
     def unit(self, like: Tensor) -> Tensor:
         """rms of the tensor."""
-        return like.detach().float().square().mean().sqrt().clamp_min(LEAST_RMS)
+        squares = like.detach().float().square().sum() / max(like.numel(), 1)
+        return squares.sqrt().clamp_min(LEAST_RMS)
 
 
 # By the names that files and texts have for them. One of your own is one more line: ``PRIORS["StudentT"] = StudentT``.

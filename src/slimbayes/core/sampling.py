@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slimbayes.core import distributions as d
 from slimbayes.core.distributions import with_parameters
-from slimbayes.core.kl import total_kl
+from slimbayes.core.kl import fitted, total_kl
 from slimbayes.core.noise import fresh_noise
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class RandomTensor(NamedTuple):
         elif row is not None:
             q = type(q)(d.without_row(q.loc, row), d.without_row(q.scale, row))
         p: Any = self.prior.distribution(q.loc, self.fan_in)
-        return q, d.Normal(q.loc, p.scale) if self.tied_mean else p
+        return q, d.Normal(q.loc, fitted(q, p).scale) if self.tied_mean else p
 
     def alike(self, *settings: Any) -> tuple[Any, ...] | None:
         """What it has in common with those that it may be joined with; None if it stands alone."""

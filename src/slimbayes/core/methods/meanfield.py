@@ -35,6 +35,7 @@ from slimbayes.core.rules.base import Rule
 from slimbayes.core.rules.meanfield import SampledRule
 from slimbayes.sequences.kernels import Several
 
+_AROUND = (priors.Normal, priors.HeNormal, priors.RelativeNormal)  # may lie around the posterior's own means
 ESTIMATORS = ("shared", "flipout", "local")
 NORMAL_PRIORS = (priors.Normal, priors.HeNormal, priors.EmpiricalNormal, priors.RelativeNormal)
 
@@ -69,9 +70,9 @@ class MeanField(Method):
         check_prior(self.prior)
         if self.stddev_max is not None and self.stddev_max < self.stddev_init:
             raise ValueError(f"stddev_max={self.stddev_max} is below stddev_init={self.stddev_init}")
-        if self.tied_mean and not isinstance(self.prior, priors.Normal | priors.HeNormal):
+        if self.tied_mean and not isinstance(self.prior, _AROUND):
             raise ValueError(
-                f"tied_mean needs a Normal or HeNormal prior, got {self.prior!r}: give prior=sb.Normal(0.0, 1.0)"
+                f"tied_mean needs a Normal, HeNormal or RelativeNormal prior, got {self.prior!r}: give prior=sb.Normal(0.0, 1.0)"
             )
         check_pair(d.Normal, type(self.prior.distribution(torch.ones(1))))
 

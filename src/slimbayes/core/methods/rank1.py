@@ -47,16 +47,19 @@ class Family:
     jitter: bool = False  # of the start scales
     positive: bool = False  # never around 0
     edge: bool = False  # the location is the prior's: one apart from it would make the KL infinite
+    dropout_rate: float = 0.02  # where none is asked for
 
 
 # By what ``posterior=`` calls them. One of your own is one more line: ``FAMILIES["student"] = Family(...)``.
 FAMILIES = {
     "normal": Family(posteriors.NormalPosterior, lambda one: priors.Normal(one, 0.1), jitter=True),
-    "cauchy": Family(posteriors.CauchyPosterior, lambda one: priors.Cauchy(one, 0.1)),
+    "cauchy": Family(posteriors.CauchyPosterior, lambda one: priors.Cauchy(one, 0.1), dropout_rate=1e-6),
     "lognormal": Family(
         posteriors.LogNormalPosterior, lambda one: priors.LogNormal(0.0, 0.1), jitter=True, positive=True
     ),
-    "halfcauchy": Family(posteriors.HalfCauchyPosterior, lambda one: priors.HalfCauchy(one, 0.1), edge=True),
+    "halfcauchy": Family(
+        posteriors.HalfCauchyPosterior, lambda one: priors.HalfCauchy(one, 0.1), edge=True, dropout_rate=1e-6
+    ),
     "delta": Family(lambda sigma: posteriors.DeltaPosterior(), lambda one: priors.Normal(one, 0.1)),
 }
 
@@ -68,8 +71,9 @@ class Rank1(Method):
     ``posterior``: "normal", "cauchy", "lognormal", "halfcauchy" or "delta". ``prior=None`` is the posterior's
     own family at location 1 (0 in log-space, and for additive perturbations) with scale 0.1.
     ``random_sign_init`` v > 0 starts locations at ±1 with probability v of +1, v ≤ 0 at Normal(1, |v|).
-    ``dropout_rate`` p starts σ at sqrt(p/(1 − p)). ``kl_reduction``: "sum" over components as the reference,
-    "mean" (the convexity bound), or "monte_carlo" (the KL of the joint mixture). ``clip`` bounds samples.
+    ``dropout_rate`` p starts σ at sqrt(p/(1 − p)); None is 0.02, and 1e-6 for Cauchys, whose tails are heavy.
+    ``kl_reduction``: "sum" over components as the reference, "mean" (the convexity bound), or "monte_carlo" (the KL of
+    the joint mixture). ``clip`` bounds samples.
     ``random``: which of the factors have a distribution, "both", "input" (s) or "output" (r); the other is a point
     estimate for each component, as BatchEnsemble's: trained, without noise and KL. ``temperature`` multiplies the KL in
     ``elbo``; ``spread_rate`` the learning rate of the factors' scales in ``sb.parameter_groups``, so that noise which
@@ -85,7 +89,7 @@ class Rank1(Method):
     factors: str = "both"
     perturbation: str = "multiplicative"
     random_sign_init: float = -0.5
-    dropout_rate: float = 0.02
+    dropout_rate: float | None = None
     kl_reduction: str = "mean"
     clip: float | None = 10.0
     components_per_step: int | None = None
@@ -108,7 +112,7 @@ class Rank1(Method):
         check_prior(self.prior, optional=True)
         _check_sign_init(self.random_sign_init)
         if self.posterior != "delta":
-            posteriors.dropout_stddev(self.dropout_rate)
+            posteriors.dropout_stddev(self.first_rate)
         if self.perturbation == "additive" and self.random_sign_init > 0:
             raise ValueError(
                 f"random_sign_init={self.random_sign_init} draws ±1, which has no meaning for additive "
@@ -150,6 +154,11 @@ class Rank1(Method):
             "spread_rate": 1.0,
         }  # fmt: skip
         return cls(**{**values, **overrides})
+
+    @property
+    def first_rate(self) -> float:
+        """The ``dropout_rate``, or what the family of the posterior begins with."""
+        return FAMILIES[self.posterior].dropout_rate if self.dropout_rate is None else self.dropout_rate
 
     def _check_random(self) -> None:
         if self.posterior == "delta":
@@ -207,7 +216,7 @@ class Rank1(Method):
                 posteriors.DeltaPosterior(),
                 prior,
             )
-        spread = family.posterior(start_scales(shape, self.dropout_rate, family.jitter, like))
+        spread = family.posterior(start_scales(shape, self.first_rate, family.jitter, like))
         if family.edge:
             edge = torch.full(shape, prior.loc, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
             return Factor(edge, spread, prior, trainable=False)

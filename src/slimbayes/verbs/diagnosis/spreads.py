@@ -100,7 +100,7 @@ def _at_start(name: str, label: str, sigma: Tensor, method: Method | None) -> It
     if isinstance(method, MeanField | KTied):
         start, random = method.stddev_init, True
     elif isinstance(method, Rank1):
-        start, random = dropout_stddev(method.dropout_rate), method.posterior in ("normal", "lognormal")
+        start, random = dropout_stddev(method.first_rate), method.posterior in ("normal", "lognormal")
     else:
         return
     relative = sigma.double() / start

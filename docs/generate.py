@@ -25,6 +25,8 @@ from slimbayes.lab.bench.table import ratio
 from slimbayes.lab.bench.table import title as called
 from slimbayes.lab.experiments import catalogue
 from slimbayes.lab.experiments.pages import stale_pages, write_pages
+from slimbayes.lab.suite.page import details, summary
+from slimbayes.lab.suite.running import read_rows
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -282,7 +284,17 @@ def reliability() -> str:
     return filled("reliability.md", {"figures": figures_text(found)})
 
 
+def defaults() -> str:
+    """The page docs/defaults.md with its tables."""
+    rows = read_rows(ROOT / "bench" / "results" / "suite.json")
+    parts = {
+        half: "\n".join([*summary(rows, half), *details(rows, half)]) for half in ("choosing", "judging")
+    }
+    return filled("defaults.md", parts)
+
+
 PAGES = {
+    "defaults.md": defaults,
     "support.md": support,
     "speed.md": speed,
     "choosing.md": choosing,

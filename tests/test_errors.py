@@ -127,7 +127,7 @@ def test_options_that_contradict_each_other():
         sb.Rank1(components_per_step=0)
     with says("stddev_max=0.001 is below stddev_init=0.01"):
         sb.MeanField.paper(stddev_max=0.001)
-    with says("tied_mean needs a Normal or HeNormal prior, got Cauchy(loc=0.0, scale=1.0)"):
+    with says("tied_mean needs a Normal, HeNormal or RelativeNormal prior, got Cauchy(loc=0.0, scale=1.0)"):
         sb.MeanField(tied_mean=True, prior=sb.Cauchy())
     with says("patch is empty", 'patch=("norm", "output")'):
         sb.EMP(patch=())

@@ -145,5 +145,5 @@ def test_the_page_marks_what_is_worse():
     rows += [*rows_of("breast-mlp", "plain", [0.5, 0.6]), *rows_of("breast-mlp", "EMP", [0.4, 0.5])]
     text = page.tables(rows)
     assert text.index("chosen on") < text.index("looked at once")
-    assert "| EMP | +0.200 |" in text and "| wine-mlp |" in text
+    assert "| EMP | +19.0 % |" in text and "| wine-mlp |" in text
     assert "**+0.200 ± 0.000**" in text and "| −0.100 ± 0.000 |" in text

@@ -72,7 +72,8 @@ class MeanField(Method):
             raise ValueError(f"stddev_max={self.stddev_max} is below stddev_init={self.stddev_init}")
         if self.tied_mean and not isinstance(self.prior, _AROUND):
             raise ValueError(
-                f"tied_mean needs a Normal, HeNormal or RelativeNormal prior, got {self.prior!r}: give prior=sb.Normal(0.0, 1.0)"
+                f"tied_mean needs a Normal, HeNormal or RelativeNormal prior, got {self.prior!r}: give "
+                "prior=sb.Normal(0.0, 1.0)"
             )
         check_pair(d.Normal, type(self.prior.distribution(torch.ones(1))))
 

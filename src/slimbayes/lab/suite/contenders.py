@@ -97,8 +97,16 @@ def temperature_scaling(pair: Pair, task: Task, seed: int) -> Answer:
         precision = 1 / float((outputs[0] - held.targets).square().mean())
         fitted: Any = sb.Gaussian(precision=precision)
     else:
-        fitted = sb.decisions.Temperature().fit(outputs, held.targets).likelihood
+        fitted = _temperature(outputs, held.targets)
     return _of_draws(lambda x: trained.network(x).unsqueeze(0), fitted)
+
+
+def _temperature(outputs: Tensor, targets: Tensor) -> sb.Categorical:
+    """The likelihood with the temperature of least nll, or with none where there is no least: all right, or all wrong."""
+    right = outputs[0].argmax(-1) == targets
+    if right.all() or not right.any():
+        return sb.Categorical()
+    return sb.decisions.Temperature().fit(outputs, targets).likelihood  # type: ignore[no-any-return]
 
 
 def ensemble(pair: Pair, task: Task, seed: int) -> Answer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from slimbayes.lab.report.statistics import Stat, stat
@@ -64,7 +64,7 @@ def _number(value: float | None, digits: int = 3, sign: bool = False) -> str:
 
 
 def summary(rows: Sequence[Row], half: str) -> list[str]:
-    """A line for every contender: where it is worse, and its means over the pairs of this half."""
+    """A line for every contender: its means over the pairs of this half, and the pairs where it is worse."""
     pairs = [name for name, pair in PAIRS.items() if pair.half == half]
     lines = [
         "| contender | NLL, classes | shifted | NLL, regression | shifted | ECE | shifted | coverage of 90 % "
@@ -75,31 +75,31 @@ def summary(rows: Sequence[Row], half: str) -> list[str]:
         own = [one for one in differences(rows, name) if one.pair in pairs]
         if not own:
             continue
-        parts = []
-        for regression in (False, True):
-            some = [one for one in own if ("coverage" in _first(rows, one.pair)["clean"]) == regression]
-            for where in ("clean", "shifted"):
-                means = [getattr(one, where).mean for one in some]
-                parts.append(
-                    _number(fmean(means) if means else None, sign=name != PLAIN)
-                    if name != PLAIN
-                    else _number(
-                        _mean(
-                            [r for r in rows if ("coverage" in r["clean"]) == regression],
-                            pairs,
-                            PLAIN,
-                            where,
-                            "nll",
-                        )
-                    )
-                )
-        worse = ", ".join(one.pair for one in own if one.worse) or "none"
-        figures = [_number(_mean(rows, pairs, name, where, "ece")) for where in ("clean", "shifted")]
+        gains = [
+            _gain(own, rows, regression, where)
+            for regression in (False, True)
+            for where in ("clean", "shifted")
+        ]
+        calibration = [_number(_mean(rows, pairs, name, where, "ece")) for where in ("clean", "shifted")]
         coverage = _number(_mean(rows, pairs, name, "clean", "coverage"))
+        worse = ", ".join(one.pair for one in own if one.worse) or "none"
+        cells = ["–"] * 4 if name == PLAIN else gains
         lines.append(
-            f"| {name} | {' | '.join([*parts, *figures, coverage])} | {'' if name == PLAIN else worse} |"
+            f"| {' | '.join([name, *cells, *calibration, coverage])} | {'–' if name == PLAIN else worse} |"
         )
     return lines
+
+
+def _gain(own: Sequence[Difference], rows: Sequence[Row], regression: bool, where: str) -> str:
+    """Of classes the mean over pairs in per cent of the plain network's NLL, of regressions the median in nats."""
+    some = [one for one in own if ("coverage" in _first(rows, one.pair)["clean"]) == regression]
+    if not some:
+        return "–"
+    if regression:
+        return _number(median(getattr(one, where).mean for one in some), sign=True)
+    plain = [_mean(rows, [one.pair], PLAIN, where, "nll") or 1.0 for one in some]
+    parts = [getattr(one, where).mean / base for one, base in zip(some, plain, strict=True)]
+    return f"{_number(100 * fmean(parts), 1, sign=True)} %"
 
 
 def _first(rows: Sequence[Row], pair: str) -> Row:

@@ -73,14 +73,18 @@ def run_suite(
             missing = [cell for cell in missing if cell.contender != name]
     for count, (cell, row) in enumerate(_measured(missing, root, jobs, end), 1):
         rows[cell] = row
-        write_whole(
-            output, json.dumps({"format": FORMAT, "rows": [rows[key] for key in sorted(rows)]}, indent=1)
-        )
+        write_whole(output, _text([rows[key] for key in sorted(rows)]))
         shown = f"NLL {row['clean']['nll']:.4f}, shifted {row['shifted']['nll']:.4f}"
         say(
             f"[{count}/{len(missing)}] {cell.pair}, {cell.contender}, seed {cell.seed}: {shown}, {row['seconds']:.0f} s"
         )
     return [rows[cell] for cell in sorted(rows)]
+
+
+def _text(rows: Sequence[Row]) -> str:
+    """JSON with a line for each row, so that a change of one is a change of a line."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    return f'{{"format": {FORMAT}, "rows": [\n{lines}\n]}}\n'
 
 
 def read_rows(path: Path) -> list[Row]:

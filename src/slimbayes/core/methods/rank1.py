@@ -72,8 +72,8 @@ class Rank1(Method):
     "mean" (the convexity bound), or "monte_carlo" (the KL of the joint mixture). ``clip`` bounds samples.
     ``random``: which of the factors have a distribution, "both", "input" (s) or "output" (r); the other is a point
     estimate for each component, as BatchEnsemble's: trained, without noise and KL. ``temperature`` multiplies the KL in
-    ``elbo``; ``spread_rate`` the learning rate of the factors' scales in ``sb.parameter_groups``, so that noise which the
-    data do not bear is gone within a short run.
+    ``elbo``; ``spread_rate`` the learning rate of the factors' scales in ``sb.parameter_groups``, so that noise which
+    the data do not bear is gone within a short run.
 
     >>> Rank1(components=2, posterior="cauchy").prior is None
     True
@@ -106,6 +106,12 @@ class Rank1(Method):
         check_positive("clip", self.clip)
         check_flag("train_base", self.train_base)
         check_prior(self.prior, optional=True)
+        if isinstance(self.prior, priors.RelativeNormal):
+            raise ValueError(
+                f"prior={self.prior!r} is noise in proportion to weights, and Rank1's factors lie around "
+                f"{self._neutral:g}, of no size of their own; use prior=None for the posterior's own family there, "
+                f"or sb.KTied()"
+            )
         _check_sign_init(self.random_sign_init)
         if self.posterior != "delta":
             posteriors.dropout_stddev(self.dropout_rate)
@@ -191,14 +197,17 @@ class Rank1(Method):
         additive = self.perturbation == "additive"
         return Rank1Rule(name, self.components, output, inner, additive, self.clip, self.kl_reduction)
 
+    @property
+    def _neutral(self) -> float:
+        return 0.0 if self.perturbation == "additive" else 1.0
+
     def _prior(self) -> priors.Prior:
         if self.prior is not None:
             return self.prior
-        return _default_prior(FAMILIES[self.posterior], 0.0 if self.perturbation == "additive" else 1.0)
+        return _default_prior(FAMILIES[self.posterior], self._neutral)
 
     def _factor(self, size: int, like: Tensor, point: bool) -> Factor:
-        neutral = 0.0 if self.perturbation == "additive" else 1.0
-        shape = (self.components, size)
+        neutral, shape = self._neutral, (self.components, size)
         prior = self._prior()
         family = FAMILIES[self.posterior]
         if point or self.posterior == "delta":

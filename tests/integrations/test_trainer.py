@@ -176,6 +176,40 @@ def test_weight_decay_leaves_priors_alone(run):
     assert sizes[0.1] == len(decayed) < sizes[0.0]
 
 
+@pytest.mark.parametrize(
+    "bound", [sb.Rank1(components=2, spread_rate=8.0), sb.EMP(components=2, component_rate=4.0)]
+)
+def test_rates_are_those_of_the_groups(tmp_path, bound):
+    """From the first step to the last: what is quick has its part of the others' rate, and as much decay per step."""
+    model = bert(bound)
+    rates = {id(p): group["lr"] for group in sb.parameter_groups(model, 1.0, 0.0) for p in group["params"]}
+    more = {"max_steps": 3, "learning_rate": 1e-3, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
+    loop, seen = trainer(model, tmp_path, None, more), []
+
+    class Rates(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            seen.append([group["lr"] for group in loop.optimizer.param_groups])
+
+    loop.add_callback(Rates())
+    decayed = {id(p) for n, p in model.named_parameters() if n in loop.get_decay_parameter_names(model)}
+    loop.train()
+    assert len(seen) == 3
+    for i, group in enumerate(loop.optimizer.param_groups):
+        for p in group["params"]:
+            rate = rates.pop(id(p))
+            assert [lrs[i] for lrs in seen] == pytest.approx([1e-3 * rate, 2e-3 / 3 * rate, 1e-3 / 3 * rate])
+            assert group["weight_decay"] == pytest.approx(0.1 / rate if id(p) in decayed else 0.0)
+    assert not rates  # each in one group
+    assert len({lrs for lrs in map(tuple, seen)}) == 3 and len(set(seen[0])) == 2
+
+
+def test_an_optimizer_of_ones_own_keeps_its_rates(tmp_path):
+    model = bert(sb.Rank1(components=2, spread_rate=8.0))
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer(model, tmp_path, None, {"max_steps": 1}, optimizers=(own, None)).train()
+    assert len(own.param_groups) == 1
+
+
 def test_a_resumed_run_goes_on(tmp_path):
     """KL weight, network and the learned noise of real targets."""
     rows = [{**row, "labels": float(row["labels"])} for row in sentences(16)]

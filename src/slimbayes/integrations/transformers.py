@@ -30,16 +30,18 @@ _LIKELIHOOD = "likelihood.safetensors"
 
 
 def with_rates(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> None:
-    """Move parameters, by id, whose rate is not 1 to groups of their own, at that multiple of their group's rate."""
+    """Move parameters whose rate, by id, is not 1 to groups of their own, at that part of their group's learning rate.
+
+    Their decay per step stays what it was.
+    """
     for group in list(optimizer.param_groups):
-        kept = [p for p in group["params"] if rates.get(id(p), 1.0) == 1.0]
-        for rate in sorted({rates.get(id(p), 1.0) for p in group["params"]} - {1.0}):
-            own = [p for p in group["params"] if rates.get(id(p), 1.0) == rate]
-            decay = group["weight_decay"] / rate
-            optimizer.add_param_group(
-                {**group, "params": own, "lr": group["lr"] * rate, "weight_decay": decay}
-            )
-        group["params"] = kept
+        by_rate: dict[float, list[nn.Parameter]] = {1.0: []}
+        for parameter in group["params"]:
+            by_rate.setdefault(rates.get(id(parameter), 1.0), []).append(parameter)
+        group["params"] = by_rate.pop(1.0)
+        for rate, own in by_rate.items():
+            quick = {"lr": group["lr"] * rate, "weight_decay": group["weight_decay"] / rate}
+            optimizer.add_param_group({**group, **quick, "params": own})
 
 
 class BayesianTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]

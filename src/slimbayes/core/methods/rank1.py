@@ -110,6 +110,12 @@ class Rank1(Method):
         check_positive("clip", self.clip)
         check_flag("train_base", self.train_base)
         check_prior(self.prior, optional=True)
+        if isinstance(self.prior, priors.RelativeNormal):
+            raise ValueError(
+                f"prior={self.prior!r} is noise in proportion to weights, and Rank1's factors lie around "
+                f"{self._neutral:g}, of no size of their own; use prior=None for the posterior's own family there, "
+                f"or sb.KTied()"
+            )
         _check_sign_init(self.random_sign_init)
         if self.posterior != "delta":
             posteriors.dropout_stddev(self.first_rate)
@@ -200,14 +206,17 @@ class Rank1(Method):
         additive = self.perturbation == "additive"
         return Rank1Rule(name, self.components, output, inner, additive, self.clip, self.kl_reduction)
 
+    @property
+    def _neutral(self) -> float:
+        return 0.0 if self.perturbation == "additive" else 1.0
+
     def _prior(self) -> priors.Prior:
         if self.prior is not None:
             return self.prior
-        return _default_prior(FAMILIES[self.posterior], 0.0 if self.perturbation == "additive" else 1.0)
+        return _default_prior(FAMILIES[self.posterior], self._neutral)
 
     def _factor(self, size: int, like: Tensor, point: bool) -> Factor:
-        neutral = 0.0 if self.perturbation == "additive" else 1.0
-        shape = (self.components, size)
+        neutral, shape = self._neutral, (self.components, size)
         prior = self._prior()
         family = FAMILIES[self.posterior]
         if point or self.posterior == "delta":

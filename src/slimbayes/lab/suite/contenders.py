@@ -102,7 +102,7 @@ def temperature_scaling(pair: Pair, task: Task, seed: int) -> Answer:
 
 
 def _temperature(outputs: Tensor, targets: Tensor) -> sb.Categorical:
-    """The likelihood with the temperature of least nll, or with none where there is no least: all right, or all wrong."""
+    """The likelihood with the temperature of least nll; with none where there is no least: all right, or all wrong."""
     right = outputs[0].argmax(-1) == targets
     if right.all() or not right.any():
         return sb.Categorical()

@@ -18,7 +18,9 @@ from slimbayes.verbs.method_text import full_text
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
-COMMANDS = ("compare", "train", "evaluate", "predict", "export", "report", "info", "reproduce", "bench", "suite")
+COMMANDS = (
+    "compare", "train", "evaluate", "predict", "export", "report", "info", "reproduce", "bench", "suite",
+)  # fmt: skip
 TINY = (
     "--data", "wine", "--network", "dense(hidden=[8])", "--seeds", "2", "--epochs", "3", "--batch-size", "31",
     "--max-test", "20", "--shifts", "noise", "--draws", "4", "--jobs", "1", "--quiet",

@@ -18,7 +18,8 @@ from slimbayes.containers.datasets import Split
 from slimbayes.core.methods import Method
 from slimbayes.core.predictive import Predictive
 from slimbayes.lab.suite import training
-from slimbayes.lab.suite.data import Task
+from slimbayes.lab.suite.data import Task, table
+from slimbayes.lab.suite.estimators import ON_TABLES, settings
 from slimbayes.lab.suite.pairs import Pair
 from slimbayes.lab.suite.training import DRAWS, Answer
 from slimbayes.verbs.method_text import parse_method
@@ -234,9 +235,16 @@ def lacking(name: str) -> str | None:
     return None
 
 
+def suits(name: str, pair: Pair) -> bool:
+    """Whether this contender can take part: estimators have rows of a table and a network of their own."""
+    return name not in ON_TABLES or pair.data.kind is table
+
+
 def contender(name: str) -> tuple[Contender, str]:
     """What goes by this name, and in full what it is; a name of none is a method as text."""
     if name in RIVALS:
         return RIVALS[name], name
+    if name in ON_TABLES:
+        return ON_TABLES[name], settings(name)
     method = sb.Deterministic() if name == PLAIN else OURS[name] if name in OURS else parse_method(name)
     return lambda pair, task, seed: training.train(pair, task, method, seed), repr(method)

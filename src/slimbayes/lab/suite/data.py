@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -204,12 +204,18 @@ def stays(train: int, test: int, root: str | None) -> Task:
     return Task(split(order[:train]), split(held), (split(held, half),), 2)
 
 
-Data = Callable[[str | None], Task]
+@dataclass(frozen=True)
+class Data:
+    """A task to be made from a data root."""
+
+    kind: Callable[..., Task]
+    arguments: tuple[Any, ...]
+
+    def __call__(self, root: str | None) -> Task:
+        """The task itself."""
+        return self.kind(*self.arguments, root=root)
 
 
 def of(kind: Callable[..., Task], *arguments: Any) -> Data:
-    """A task to be made from a data root."""
-    return lambda root: kind(*arguments, root=root)
-
-
-__all__ = ["Data", "Task", "images", "of", "partial", "reviews", "stays", "table", "texts"]
+    """Data by one of the functions above."""
+    return Data(kind, arguments)

@@ -11,16 +11,17 @@ from slimbayes.lab.suite.contenders import OURS, PLAIN, RIVALS
 from slimbayes.lab.suite.pairs import PAIRS
 
 Row = dict[str, Any]
+_THEIRS, _OURS = "scikit-learn's MLP", "slimbayes.sklearn"
 _PART = 0.01  # of the plain network's NLL: less is no difference that anybody would act on
 
 
 class Difference(NamedTuple):
-    """A contender's NLL less the plain network's on one pair, over the same seeds."""
+    """A figure of a contender, the NLL, less the plain network's on one pair, over the same seeds."""
 
     pair: str
     clean: Stat
     shifted: Stat
-    plain: float  # the plain network's clean NLL
+    plain: float  # the plain network's, clean
 
     @property
     def worse(self) -> bool:
@@ -29,20 +30,25 @@ class Difference(NamedTuple):
         return self.clean.mean > max(2 * (self.clean.error or 0.0), _PART * abs(self.plain))
 
 
-def differences(rows: Sequence[Row], contender: str, against: str = PLAIN) -> list[Difference]:
-    """One for every pair that both were measured on, in the suite's order."""
+def differences(
+    rows: Sequence[Row], contender: str, against: str = PLAIN, figure: str = "nll"
+) -> list[Difference]:
+    """One for every pair that both were measured on and have this figure of, in the suite's order."""
     found = {(row["pair"], row["contender"], row["seed"]): row for row in rows}
     result = []
     for pair in PAIRS:
-        seeds = [s for p, c, s in found if p == pair and c == contender and (pair, against, s) in found]
+        seeds = [
+            s for p, c, s in found
+            if p == pair and c == contender and (pair, against, s) in found and figure in found[p, c, s]["clean"]
+        ]  # fmt: skip
         if not seeds:
             continue
         both = [(found[pair, contender, seed], found[pair, against, seed]) for seed in sorted(seeds)]
 
         def over(where: str, both: list[tuple[Row, Row]] = both) -> Stat:
-            return stat(mine[where]["nll"] - other[where]["nll"] for mine, other in both)
+            return stat(mine[where][figure] - other[where][figure] for mine, other in both)
 
-        plain = fmean(other["clean"]["nll"] for _, other in both)
+        plain = fmean(other["clean"][figure] for _, other in both)
         result.append(Difference(pair, over("clean"), over("shifted"), plain))
     return result
 
@@ -138,6 +144,32 @@ def _cell(one: Difference | None, where: str) -> str:
     return f"**{text}**" if where == "clean" and one.worse else text
 
 
+def estimators(rows: Sequence[Row]) -> list[str]:
+    """Our estimators beside scikit-learn's on every table: NLL, and ECE or coverage."""
+    lines = [
+        "| table | NLL, scikit-learn's MLP | ours less that | shifted | ECE or coverage, scikit-learn's | ours |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for one in differences(rows, _OURS, _THEIRS):
+        figure = "coverage" if "coverage" in _first(rows, one.pair)["clean"] else "ece"
+        theirs = [
+            row["clean"][figure] for row in rows if (row["pair"], row["contender"]) == (one.pair, _THEIRS)
+        ]
+        own = stat(
+            row["clean"][figure] for row in rows if (row["pair"], row["contender"]) == (one.pair, _OURS)
+        )
+        better = f"{_number(own.mean)} ± {_number(own.error)}"
+        cells = [
+            _number(one.plain),
+            _cell(one, "clean"),
+            _cell(one, "shifted"),
+            _number(fmean(theirs)),
+            better,
+        ]
+        lines.append(f"| {one.pair.removesuffix('-mlp')} | {' | '.join(cells)} |")
+    return lines if len(lines) > 2 else []
+
+
 def tables(rows: Sequence[Row]) -> str:
     """All tables of the page."""
     parts = []
@@ -147,4 +179,6 @@ def tables(rows: Sequence[Row]) -> str:
     ):
         if any(row["half"] == half for row in rows):
             parts += [f"## {title}", "", *summary(rows, half), *details(rows, half), ""]
+    if own := estimators(rows):
+        parts += ["## Estimators", "", *own, ""]
     return "\n".join(parts)

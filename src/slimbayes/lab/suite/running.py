@@ -15,13 +15,14 @@ import torch
 
 from slimbayes.files import read_json, write_whole
 from slimbayes.lab.processes import workers
-from slimbayes.lab.suite.contenders import OURS, PLAIN, RIVALS, contender, lacking
+from slimbayes.lab.suite.contenders import OURS, PLAIN, RIVALS, contender, lacking, suits
 from slimbayes.lab.suite.data import Task
+from slimbayes.lab.suite.estimators import ON_TABLES
 from slimbayes.lab.suite.pairs import PAIRS
 from slimbayes.lab.suite.scores import measure
 
 FORMAT = 1
-EVERYTHING = (PLAIN, *OURS, *RIVALS)
+EVERYTHING = (PLAIN, *OURS, *RIVALS, *ON_TABLES)
 REDUCED = ("mnist-cnn", "breast-mlp", "power-mlp", "digits-mlp", "headlines-transformer")
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -46,7 +47,13 @@ def cells(pairs: Sequence[str], contenders: Sequence[str], seeds: int) -> list[C
             raise ValueError(f"no pair {name!r}; choose from {', '.join(PAIRS)}")
     for name in contenders:
         contender(name)  # says what is wrong with it
-    return [Cell(pair, one, seed) for seed in range(seeds) for one in contenders for pair in pairs]
+    return [
+        Cell(pair, one, seed)
+        for seed in range(seeds)
+        for one in contenders
+        for pair in pairs
+        if suits(one, PAIRS[pair])
+    ]
 
 
 def run_suite(

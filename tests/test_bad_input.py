@@ -171,7 +171,7 @@ def test_the_number_of_data_is_a_number(num_data):
         (lambda: sb.Rank1(clip=True), "clip must be positive and finite, got True"),
         (lambda: sb.KTied(stddev_init=None), "stddev_init must be positive and finite, got None"),
         (lambda: sb.Rank1(random_sign_init="a"), "random_sign_init must be"),
-        (lambda: sb.Rank1(dropout_rate=None), "dropout_rate must lie strictly between 0 and 1, got None"),
+        (lambda: sb.Rank1(dropout_rate="a"), "dropout_rate must lie strictly between 0 and 1, got 'a'"),
         (lambda: sb.MCDropout(rate="0.1"), "rate must be at least 0 and below 1, got '0.1'"),
         (lambda: sb.DeepEnsemble(reinitialize="yes"), "reinitialize must be True, False or a function"),
         (lambda: sb.Normal("a", 1.0), "loc must be finite, got 'a'"),

@@ -84,9 +84,7 @@ def test_contenders_as_text_mapping_and_preset():
         },
     )
     ktied, rank1, x, y, z = config.contenders
-    assert (
-        ktied == next(contender for contender in CONTENDERS if contender.label == "KTied") and ktied.training
-    )
+    assert ktied == next(contender for contender in CONTENDERS if contender.label == "KTied")
     assert rank1 == Contender("Rank1(components=8)", "Rank1(components=8)") and rank1.parsed.components == 8
     assert x == Contender("x", "MeanField()") and y.training == {"lr": 0.5} and z.label == "z"
 

@@ -91,9 +91,9 @@ def test_learned_mixing_adds_one_logit_per_component_and_layer():
 
 
 def test_mean_field_and_ktied_mlp():
-    assert counted(models.MLP, sb.MeanField())[0].parameters == MLP["mean_field"]
+    assert counted(models.MLP, sb.MeanField.paper())[0].parameters == MLP["mean_field"]
     for rank, expected in enumerate(MLP["ktied"], start=1):
-        assert counted(models.MLP, sb.KTied(rank=rank))[0].parameters == expected
+        assert counted(models.MLP, sb.KTied.paper(rank=rank))[0].parameters == expected
 
 
 def test_mean_field_and_ktied_tfp_resnet():
@@ -108,9 +108,9 @@ def test_mean_field_and_ktied_tfp_resnet():
 
 def test_mean_field_and_ktied_lenet():
     """Dense layers are tied, convolutions mean-field."""
-    assert counted(models.LeNet, sb.MeanField())[0].parameters == LENET["mean_field"]
+    assert counted(models.LeNet, sb.MeanField.paper())[0].parameters == LENET["mean_field"]
     for rank, expected in enumerate(LENET["ktied"], start=1):
-        rules = [(nn.Conv2d, sb.MeanField()), (nn.Linear, sb.KTied(rank=rank))]
+        rules = [(nn.Conv2d, sb.MeanField.paper()), (nn.Linear, sb.KTied.paper(rank=rank))]
         assert counted(models.LeNet, rules)[0].parameters == expected
 
 

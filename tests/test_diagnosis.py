@@ -19,10 +19,12 @@ def network(norm=False):
 
 
 METHODS = {
-    "MeanField": sb.MeanField(prior=sb.Normal(0.0, 0.5), stddev_init=0.03, stddev_max=0.4),
-    "KTied": sb.KTied(rank=1, prior=sb.Normal(0.0, 0.5), stddev_init=0.03),
-    "Rank1": sb.Rank1(components=3, prior=sb.Normal(1.0, 0.5), random_sign_init=0.5, kl_reduction="mean"),
-    "Cauchy": sb.Rank1(components=3, posterior="cauchy", random_sign_init=0.5, kl_reduction="mean"),
+    "MeanField": sb.MeanField.paper(prior=sb.Normal(0.0, 0.5), stddev_init=0.03, stddev_max=0.4),
+    "KTied": sb.KTied.paper(rank=1, prior=sb.Normal(0.0, 0.5), stddev_init=0.03),
+    "Rank1": sb.Rank1.paper(
+        components=3, prior=sb.Normal(1.0, 0.5), random_sign_init=0.5, kl_reduction="mean"
+    ),
+    "Cauchy": sb.Rank1.paper(components=3, posterior="cauchy", random_sign_init=0.5, kl_reduction="mean"),
     "BatchEnsemble": sb.BatchEnsemble(components=3, random_sign_init=0.5),
     "EMP": sb.EMP(components=3, init_noise=0.1, learn_mixing=True),
     "DeepEnsemble": sb.DeepEnsemble(members=2),
@@ -300,7 +302,7 @@ def test_own_loops_without_the_kl(data, how):
     torch.manual_seed(1)
     net = network()
     parameters = list(net.parameters())
-    model = sb.bayesianize(net, sb.MeanField(prior=sb.Normal(0.0, 0.3)))
+    model = sb.bayesianize(net, sb.MeanField.paper(prior=sb.Normal(0.0, 0.3)))
     if how != "optimizer from before":
         parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=5e-3 if how == "no KL" else 3e-2)
@@ -431,7 +433,7 @@ def test_other_layers_and_many_findings():
     """Kernels of recurrent layers, convolutions; findings of one kind are printed together."""
     torch.manual_seed(3)
     net = nn.ModuleDict({"lstm": nn.LSTM(8, 16, num_layers=3), "conv": nn.Conv1d(8, 8, 3)})
-    found = sb.diagnose(sb.bayesianize(net, sb.MeanField()))
+    found = sb.diagnose(sb.bayesianize(net, sb.MeanField.paper()))
     assert found.kinds == {"sigma-at-start"} and len(found) == len(list(found)) > 4
     assert f"and {len(found) - 4} more layers alike" in str(found)
     with pytest.raises(ValueError, match="has not been converted"):

@@ -172,7 +172,7 @@ def test_bad_priors(family):
         (lambda: sb.MeanField(prior=sb.LogNormal()), ("Normal posterior", "LogNormal prior", "sb.Normal")),
         (
             lambda: sb.KTied(prior=sb.Cauchy()),
-            ("KTied needs a Normal, HeNormal or EmpiricalNormal", "Cauchy(loc=0.0"),
+            ("KTied needs a prior of Normal, HeNormal, EmpiricalNormal, RelativeNormal", "Cauchy(loc=0.0"),
         ),
     ],
 )

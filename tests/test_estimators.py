@@ -45,7 +45,7 @@ LAYERS = {
     "ConvTranspose1d": (lambda: nn.ConvTranspose1d(2, 2, 3, stride=2, padding=1), [(2, 3)]),
     "Bilinear": (lambda: nn.Bilinear(2, 3, 2), [(2,), (3,)]),
 }
-METHODS = {"MeanField": sb.MeanField, "KTied": lambda estimator: sb.KTied(rank=2, estimator=estimator)}
+METHODS = {"MeanField": sb.MeanField.paper, "KTied": sb.KTied.paper}  # of rank 2; biases have noise too
 
 
 @pytest.mark.uncounted(but=4)
@@ -112,7 +112,7 @@ def test_no_spread_no_perturbation(layer, estimator, seed):
     torch.manual_seed(4)
     make, shapes = LAYERS[layer]
     plain = make().double()
-    model = sb.bayesianize(copy.deepcopy(plain), sb.MeanField(estimator=estimator))
+    model = sb.bayesianize(copy.deepcopy(plain), sb.MeanField.paper(estimator=estimator))
     set_sigma(model.bayes.weight, 1e-7 + 1e-12)
     set_sigma(model.bayes.bias, 1e-7 + 1e-12)
     inputs = tuple(torch.randn(3, *shape, dtype=F64) for shape in shapes)
@@ -321,12 +321,12 @@ def test_example_and_shared_noise(name, seed):
 # Gradients: several samples before one backward pass, against finite differences
 
 DIFFERENTIABLE = {
-    "shared": sb.MeanField(stddev_init=0.2),
-    "flipout": sb.MeanField(stddev_init=0.2, estimator="flipout"),
-    "local": sb.MeanField(stddev_init=0.2, estimator="local"),
-    "KTied shared": sb.KTied(stddev_init=0.2),
-    "KTied flipout": sb.KTied(stddev_init=0.2, estimator="flipout"),
-    "KTied local": sb.KTied(stddev_init=0.2, estimator="local"),
+    "shared": sb.MeanField.paper(stddev_init=0.2),
+    "flipout": sb.MeanField.paper(stddev_init=0.2, estimator="flipout"),
+    "local": sb.MeanField.paper(stddev_init=0.2, estimator="local"),
+    "KTied shared": sb.KTied.paper(stddev_init=0.2),
+    "KTied flipout": sb.KTied.paper(stddev_init=0.2, estimator="flipout"),
+    "KTied local": sb.KTied.paper(stddev_init=0.2, estimator="local"),
     "Rank1": sb.Rank1(2),
     "Rank1 additive": sb.Rank1(2, perturbation="additive"),
     "Rank1 cauchy": sb.Rank1(2, "cauchy"),
@@ -397,7 +397,7 @@ def test_forced_noise_reaches_every_estimator(monkeypatch):
     torch.manual_seed(11)
     x = torch.randn(2, 3, dtype=F64)
     for estimator in ("shared", "flipout", "local"):
-        model = scatter(sb.bayesianize(nn.Linear(3, 2).double(), sb.MeanField(estimator=estimator)))
+        model = scatter(sb.bayesianize(nn.Linear(3, 2).double(), sb.MeanField.paper(estimator=estimator)))
         weight, bias = model.bayes.weight(model.weight), model.bayes.bias(model.bias)
         expected = F.linear(x, weight.loc + weight.scale, bias.loc + bias.scale)
         if estimator == "local":  # the bias joins the variance

@@ -193,6 +193,8 @@ def test_every_optional_import_has_a_case():
         "torchbnn",
         "blitz",
         "torch_uncertainty",
+        "ivon",
+        "laplace",
     }  # peers, in an environment of their own
     found = {}
     for path in PACKAGE.rglob("*.py"):

@@ -44,7 +44,9 @@ def test_one_layer_after_the_other(monkeypatch, name, noise, samples):
 def test_every_weight_has_noise_of_its_own():
     """The parts of the piece do not overlap: samples of all tensors are uncorrelated, of variance σ²."""
     torch.manual_seed(0)
-    model = sb.bayesianize(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), sb.MeanField(stddev_init=0.5))
+    model = sb.bayesianize(
+        nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), sb.MeanField.paper(stddev_init=0.5)
+    )
     made = []
     for _ in range(4000):
         draw = context.Draw(1, 1, 2)

@@ -245,7 +245,7 @@ def test_tied_mean_penalises_spread_alone():
         (lambda: nn.Bilinear(3, 5, 2), 15),
     ],
 )
-@pytest.mark.parametrize("method", [sb.MeanField, sb.KTied])
+@pytest.mark.parametrize("method", [sb.MeanField.paper, sb.KTied.paper])
 def test_he_prior_scale(layer, fan_in, method):
     model = scatter(sb.bayesianize(layer().double(), method(prior=sb.HeNormal())))
     weight, bias = model.bayes.weight(model.weight), model.bayes.bias(model.bias)

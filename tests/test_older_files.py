@@ -106,7 +106,12 @@ def test_texts():
 
 @pytest.mark.parametrize(
     "text",
-    ["BatchEnsemble.paper()", "KTied.paperback()", "KTied.paper.paper()", "KTied.paper(9, 9, 9, 9, 9, 9, 9)"],
+    [
+        "BatchEnsemble.paper()",
+        "KTied.paperback()",
+        "KTied.paper.paper()",
+        "KTied.paper(9, 9, 9, 9, 9, 9, 9, 9)",
+    ],
 )
 def test_texts_that_name_nothing(text):
     with pytest.raises(SpecError, match=r"KTied\.paper, |too many positional"):

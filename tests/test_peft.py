@@ -38,8 +38,8 @@ def draw(model, **options):
 
 BASE = r"(key|output\.dense)$"  # of the base, without LoRA
 CASES = {
-    "mean-field LoRA": (sb.MeanField(stddev_init=0.05), "lora_"),
-    "k-tied LoRA": (sb.KTied(stddev_init=0.05), "lora_"),
+    "mean-field LoRA": (sb.MeanField.paper(stddev_init=0.05), "lora_"),
+    "k-tied LoRA": (sb.KTied.paper(stddev_init=0.05), "lora_"),
     "rank-1 LoRA": (sb.Rank1(components=2), "lora_"),
     "rank-1 base": (sb.Rank1(components=2), BASE),
     "mean-field LoRA, rank-1 base": ([("lora_", sb.MeanField()), (BASE, sb.Rank1(components=2))], None),

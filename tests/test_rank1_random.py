@@ -45,7 +45,9 @@ def small():
 
 def made(random, build=small, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    model = sb.bayesianize(build().to(dtype), sb.Rank1(**{"components": 2, "random": random, **options}))
+    model = sb.bayesianize(
+        build().to(dtype), sb.Rank1.paper(**{"components": 2, "random": random, **options})
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # one for each component: set them apart
@@ -384,7 +386,7 @@ def test_what_was_saved_without_the_option_loads(tmp_path):
     assert "random" not in entry["options"] and "random=" not in method_text(find_record(model))
     for network in (mlp(), made("both", mlp)):
         again = sb.load(network, path)
-        assert find_record(again).methods == (sb.Rank1(components=2),)
+        assert find_record(again).methods == (sb.Rank1.paper(components=2),)
         assert torch.equal(
             sb.draw(again.eval(), features(), seed=1), sb.draw(model.eval(), features(), seed=1)
         )

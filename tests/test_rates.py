@@ -66,7 +66,8 @@ def test_a_rate_below_one():
         (sb.Rank1.paper(), {"decayed", "factors"}),
         (sb.EMP.paper(), {"decayed"}),
         (sb.ECMP.paper(), {"decayed"}),
-        (sb.KTied(), {"decayed", "undecayed"}),
+        (sb.KTied(spread_rate=1.0), {"decayed", "undecayed"}),
+        (sb.MeanField.paper(), {"decayed", "undecayed"}),
         (sb.Rank1(posterior="delta"), {"decayed", "factors"}),  # points have no scales
     ],
     ids=lambda value: value if isinstance(value, str) else None,

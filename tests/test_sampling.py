@@ -96,8 +96,8 @@ def sampled_ahead(model, noise="example", batch=4):
 
 def test_few_groups_serve_many_layers():
     assert [len(group) for group in sampled_ahead(network(sb.Rank1()))] == [8]
-    assert [len(group) for group in sampled_ahead(network(sb.MeanField()))] == [8]
-    assert sorted(len(group) for group in sampled_ahead(network(sb.KTied()))) == [1, 1, 2, 4]
+    assert [len(group) for group in sampled_ahead(network(sb.MeanField(biases=True)))] == [8]
+    assert sorted(len(group) for group in sampled_ahead(network(sb.KTied(biases=True)))) == [1, 1, 2, 4]
     assert sampled_ahead(network(sb.MeanField(estimator="flipout"))) == []
 
 
@@ -115,7 +115,7 @@ def test_every_tensor_has_noise_of_its_own():
 
 
 def test_large_tensors_and_too_many_are_left_to_their_layers(monkeypatch):
-    model = network(sb.MeanField())
+    model = network(sb.MeanField(biases=True))
     monkeypatch.setattr(sampling, "_LARGE", 20)
     assert [one.loc.numel() for group in sampled_ahead(model) for one in group] == [6, 6, 6, 18, 3]
     monkeypatch.setattr(sampling, "_MOST", 20)

@@ -119,7 +119,7 @@ def test_what_needs_another_package_is_left_out(short, tmp_path, monkeypatch):
     said = []
     monkeypatch.setitem(contenders._PACKAGES, "IVON", ("no_such_module", "ivon-opt"))
     assert run_suite(cells(["wine-mlp"], ["IVON"], 1), tmp_path / "suite.json", say=said.append) == []
-    assert "IVON is left out: it needs pip install ivon-opt" in said[1]
+    assert "1 cells are left out: they need pip install ivon-opt" in said[1]
 
 
 def rows_of(pair, contender, values):

@@ -160,22 +160,23 @@ VALUES = {
         "components": 4, "posterior": "normal", "prior": None, "factors": "both", "perturbation": "multiplicative",
         "random_sign_init": -0.5, "dropout_rate": 1e-3, "kl_reduction": "sum", "clip": 10.0,
         "components_per_step": None, "train_base": True, "random": "both", "temperature": 1.0,
+        "spread_rate": 1.0,
     },
     sb.MeanField: {
         "prior": sb.Normal(0.0, 1.0), "stddev_init": 0.01, "estimator": "shared", "biases": True, "tied_mean": False,
-        "stddev_max": None, "temperature": 1.0,
+        "stddev_max": None, "temperature": 1.0, "spread_rate": 1.0,
     },
     sb.KTied: {
         "rank": 2, "prior": sb.Normal(0.0, 0.3), "stddev_init": 0.01, "estimator": "shared", "biases": True,
-        "temperature": 1.0,
+        "temperature": 1.0, "spread_rate": 1.0,
     },
     sb.EMP: {
         "components": 5, "patch": ("norm", "output"), "learn_mixing": False, "prior_precision": None,
-        "init_noise": 0.0, "own_statistics": False,
+        "init_noise": 0.0, "own_statistics": False, "component_rate": 1.0,
     },
     sb.ECMP: {
         "components": 5, "patch": ("norm", "output"), "learn_mixing": False, "prior_precision": None,
-        "init_noise": 0.0,
+        "init_noise": 0.0, "component_rate": 1.0,
     },
 }  # fmt: skip
 
@@ -194,7 +195,7 @@ def test_the_papers_values(kind, monkeypatch):
 
 def test_overrides_of_the_papers_values():
     assert sb.KTied.paper(rank=3, temperature=0.2) == sb.KTied(
-        3, sb.Normal(0.0, 0.3), 0.01, "shared", True, 0.2
+        3, sb.Normal(0.0, 0.3), 0.01, "shared", True, 0.2, 1.0
     )
     with pytest.raises(TypeError, match="tepmerature"):
         sb.KTied.paper(tepmerature=0.1)

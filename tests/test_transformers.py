@@ -161,7 +161,7 @@ def test_attention_is_random_through_its_linear_layers(network):
 def test_gpt2_head_and_embedding_share_one_posterior():
     plain = gpt2()
     base = sum(p.numel() for p in plain.parameters())
-    model = sb.bayesianize(plain, sb.MeanField(prior=sb.Normal(0.0, 1.0)))
+    model = sb.bayesianize(plain, sb.MeanField.paper(prior=sb.Normal(0.0, 1.0)))
     head, table = model.lm_head, model.transformer.wte
     assert head.weight is table.weight
     assert head.bayes.weight is table.bayes.weight
@@ -321,7 +321,7 @@ def test_a_layer_that_the_network_repeats_has_one_sample_per_draw():
     )  # fmt: skip
     torch.manual_seed(0)
     model = sb.bayesianize(
-        transformers.AlbertForSequenceClassification(config), METHODS["meanfield"]()
+        transformers.AlbertForSequenceClassification(config), sb.MeanField.paper(stddev_init=0.1)
     ).eval()
     draw = sb.draw(model, input_ids=IDS, seed=5).logits[0]
     with torch.no_grad():

@@ -49,15 +49,21 @@ def _fan_in(layer: Any) -> int:
 
 
 def _normal_kl(posterior: Any, mean: Tensor, prior: Any, tied: bool, fan_in: int | None) -> float:
-    loc, scale = (
-        (0.0, 1.0 if fan_in is None else math.sqrt(2 / fan_in))
-        if isinstance(prior, sb.HeNormal)
-        else (prior.loc, prior.scale)
-    )
     wide = mean.detach().double()
+    decay = 0.0
+    if isinstance(prior, sb.HeNormal):
+        loc, scale = 0.0, 1.0 if fan_in is None else math.sqrt(2 / fan_in)
+    elif isinstance(
+        prior, sb.RelativeNormal
+    ):  # around the means, which are N(0, 1/precision) where they are not tied
+        loc, scale = 0.0, prior.scale * max(math.sqrt(float(wide.square().mean())), 1e-3)
+        decay = 0.0 if tied else prior.precision / 2 * float(wide.square().sum())
+        tied = True
+    else:
+        loc, scale = prior.loc, prior.scale
     prior_loc, prior_scale = _pair(loc, scale)
     p = td.Normal(wide if tied else prior_loc, prior_scale)
-    return float(td.kl_divergence(td.Normal(wide, deviation(posterior, mean)), p).sum())
+    return float(td.kl_divergence(td.Normal(wide, deviation(posterior, mean)), p).sum()) + decay
 
 
 def reference_kl(model: nn.Module, method: Any) -> float:

@@ -15,6 +15,8 @@ from slimbayes.core.layers.table import converted_class
 
 Draw = Callable[..., Any]
 _SCALES = st.sampled_from([1e-3, 0.05, 0.3, 1.0])
+_TEMPERATURES = st.sampled_from([1.0, 0.3, 0.0])
+_TIMES = st.sampled_from([1.0, 4.0, 0.5])  # a rate of learning
 
 
 @st.composite
@@ -37,21 +39,24 @@ def rank1(draw: Draw) -> sb.Rank1:
         components=components, posterior=posterior, prior=prior, factors=factors, random=random,
         perturbation="additive" if additive else "multiplicative",
         random_sign_init=draw(st.sampled_from([-0.5, 0.0] if additive else [-0.5, 0.0, 0.5, 1.0])),
-        dropout_rate=draw(st.sampled_from([1e-6, 1e-3, 0.2])),
+        dropout_rate=draw(st.sampled_from([1e-6, 1e-3, 0.2, None])),
         kl_reduction=draw(st.sampled_from(["sum", "mean", "monte_carlo"])),
         clip=draw(st.sampled_from([10.0, 1.0, None])),
         components_per_step=draw(st.sampled_from([None, None, 1, components])),
         train_base=draw(st.sampled_from([True, True, False])),
+        temperature=draw(_TEMPERATURES), spread_rate=draw(_TIMES),
     )  # fmt: skip
 
 
 @st.composite
 def sampled(draw: Draw, kind: str) -> sb.MeanField | sb.KTied:
     """MeanField or KTied; ranks may be above the matrix's."""
-    prior = draw(st.sampled_from([sb.Normal(0.0, 1.0), sb.Normal(0.5, 0.3), sb.HeNormal()]))
+    relative = sb.RelativeNormal(), sb.RelativeNormal(0.2, 0.0)
+    prior = draw(st.sampled_from([sb.Normal(0.0, 1.0), sb.Normal(0.5, 0.3), sb.HeNormal(), *relative]))
     options: dict[str, Any] = {
         "prior": prior, "stddev_init": draw(st.sampled_from([0.01, 0.3])), "biases": draw(st.booleans()),
         "estimator": draw(st.sampled_from(["shared", "shared", "flipout", "local"])),
+        "temperature": draw(_TEMPERATURES), "spread_rate": draw(_TIMES),
     }  # fmt: skip
     if kind == "KTied":
         return sb.KTied(rank=draw(st.integers(1, 9)), **options)
@@ -65,7 +70,7 @@ def patching(draw: Draw, kind: str) -> sb.EMP | sb.ECMP:
     options: dict[str, Any] = {
         "components": draw(st.integers(1, 7)), "learn_mixing": draw(st.booleans()),
         "prior_precision": draw(st.sampled_from([None, 0.5, 4.0])),
-        "init_noise": draw(st.sampled_from([0.5, 0.5, 0.0])),
+        "init_noise": draw(st.sampled_from([0.5, 0.5, 0.0])), "component_rate": draw(_TIMES),
     }  # fmt: skip
     if kind == "ECMP":
         return sb.ECMP(**options)
@@ -135,7 +140,7 @@ INVALID: dict[str, dict[str, list[Any]]] = {
     "Rank1": {
         "components": _COUNT, "posterior": _CHOICE, "prior": _PRIOR, "factors": _CHOICE[1:],
         "perturbation": _CHOICE, "random_sign_init": [1.5, float("nan"), float("inf"), "a", None, [1]],
-        "dropout_rate": [0.0, 1.0, -1.0, float("nan"), "a", None], "kl_reduction": _CHOICE, "random": _CHOICE[1:],
+        "dropout_rate": [0.0, 1.0, -1.0, float("nan"), "a", True], "kl_reduction": _CHOICE, "random": _CHOICE[1:],
         "clip": _POSITIVE, "components_per_step": [0, -1, 9, 2.5, "1", True], "train_base": _FLAG,
     },
     "BatchEnsemble": {"components": _COUNT, "random_sign_init": [1.5, float("nan"), "a", None]},

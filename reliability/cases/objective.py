@@ -18,7 +18,10 @@ from reliability.cases.draws import converted
 from reliability.cases.judging import EQUAL, REFUSED, Outcome, Wrong, attempt, same_number
 from slimbayes.core.conversion import converted_layers
 from slimbayes.core.rules.meanfield import SampledRule
+from slimbayes.core.rules.patching import IndexedRule
 from slimbayes.core.rules.rank1 import Rank1Rule
+
+SPREADS = ("rho", "log_u", "log_v")  # what scales are learned as
 
 
 def kl(data: Any) -> Outcome:
@@ -121,7 +124,7 @@ def _spoiled(form: str, y: Tensor, classes: int) -> Any:
 
 
 def elbo(data: Any) -> Outcome:
-    """loss = nll + kl_weight · KL / num_data, with every term of the nll written out; bad targets are refused."""
+    """loss = nll + kl_weight · temperature · KL / num_data, the nll written out; bad targets are refused."""
     kind, likelihood, draws, targets = likelihoods(data)
     method = data.draw(methods.valid().filter(lambda m: not getattr(m, "learn_mixing", False)))
     if getattr(method, "kl_reduction", "") == "monte_carlo":
@@ -156,7 +159,7 @@ def elbo(data: Any) -> Outcome:
     else:
         nll = -table.mean()
     same_number(f"{what}: nll", found.nll, nll, 1e-8)
-    divergence = reference_kl(model, method)
+    divergence = getattr(method, "temperature", 1.0) * reference_kl(model, method)
     same_number(f"{what}: loss", found.loss, nll + weight * divergence / num_data, 1e-8)
     return Outcome(EQUAL, *who)
 
@@ -208,10 +211,14 @@ def groups(data: Any) -> Outcome:
     if bad:
         raise Wrong(f"{what}: accepted without a word")
     lr, decay, times = values
-    factors, plain = set(), set()
+    factors, plain, quick = set(), set(), set()
     for _, layer in converted_layers(model):
         rule = layer.bayes
         (factors if isinstance(rule, Rank1Rule) else plain).update(id(p) for p in rule.parameters())
+        if isinstance(rule, IndexedRule):  # the versions learn at a rate of their own, else the spreads
+            quick |= {id(t) for t in (layer.weight, layer.bias) if t is not None}
+        elif isinstance(rule, Rank1Rule | SampledRule):
+            quick |= {id(p) for name, p in rule.named_parameters() if name.split(".")[-1] in SPREADS}
         if isinstance(rule, SampledRule) and rule.prior is not None:
             plain |= {
                 id(t)
@@ -226,6 +233,7 @@ def groups(data: Any) -> Outcome:
             for p in m._parameters.values()
             if p is not None
         }
+    own_rate = getattr(method, "spread_rate", getattr(method, "component_rate", 1.0))
     seen = {}
     for group in found:
         for p in group["params"]:
@@ -233,7 +241,11 @@ def groups(data: Any) -> Outcome:
                 raise Wrong(f"{what}: a parameter is in two groups")
             seen[id(p)] = (group["lr"], group["weight_decay"])
     for name, p in model.named_parameters():
-        expected = (lr * times, 0.0) if id(p) in factors else (lr, 0.0) if id(p) in plain else (lr, decay)
+        rate = own_rate if id(p) in quick else 1.0
+        if id(p) in factors:
+            expected = lr * times * rate, 0.0
+        else:  # a step decays what is quick as much as the rest
+            expected = lr * rate, 0.0 if id(p) in plain else decay / rate
         if p.requires_grad != (id(p) in seen) or (p.requires_grad and seen[id(p)] != expected):
             raise Wrong(f"{what}: {name} has {seen.get(id(p))}, not {expected}, trained: {p.requires_grad}")
     return Outcome(EQUAL, *who)

@@ -38,6 +38,7 @@ from slimbayes.core.priors import (
     HalfCauchy,
     HeNormal,
     LogNormal,
+    Neutral,
     Normal,
     RelativeNormal,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "MCDropout",
     "ManyResult",
     "MeanField",
+    "Neutral",
     "Normal",
     "NotFiniteError",
     "Predictive",

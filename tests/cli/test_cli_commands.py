@@ -160,7 +160,7 @@ def test_train_evaluate_predict_report(slimbayes, tmp_path, monkeypatch):
     labels = torch.cat([data.train.targets, data.test.targets]).tolist()
     right = sum(row["prediction"] == f"kind {'abc'[label]}" for row, label in zip(rows, labels, strict=True))
     assert right > 0.8 * 178  # the names of the classes are those of the file
-    assert rows[0]["row"] == "1" and float(rows[0]["lower"]) <= float(rows[0]["confidence"]) + 1e-6
+    assert rows[0]["row"] == "1" and 0 <= float(rows[0]["lower"]) <= float(rows[0]["upper"]) <= 1
     first = (tmp_path / "deep" / "out.csv").read_bytes()
     slimbayes("predict", "run[a]", "new.csv", "--out", "deep/out.csv", "--level", "0.5")
     assert (tmp_path / "deep" / "out.csv").read_bytes() == first  # the same seed, the same file

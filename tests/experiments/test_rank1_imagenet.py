@@ -38,11 +38,11 @@ def small(tmp_path, monkeypatch):
         (BATCH_ENSEMBLE, 25_768_588, 1, sb.BatchEnsemble(components=4, random_sign_init=-0.5)),
         (
             GAUSSIAN, 25_977_144, 1,
-            sb.Rank1(components=4, prior=Normal(1, 0.05), random_sign_init=-0.75, dropout_rate=1e-3),
+            sb.Rank1.paper(components=4, prior=Normal(1, 0.05), random_sign_init=-0.75, dropout_rate=1e-3),
         ),
         (
             CAUCHY, 25_977_144, 4,
-            sb.Rank1(
+            sb.Rank1.paper(
                 components=4, posterior="cauchy", prior=Cauchy(1, 0.005), random_sign_init=-0.5, dropout_rate=1e-6
             ),
         ),

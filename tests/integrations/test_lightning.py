@@ -199,7 +199,7 @@ def test_real_targets_with_a_learned_noise():
     (first,) = loop.test(module, data, verbose=False)
     assert first["test_log_predictive_density"] == -first["test_nll"]
     groups = {group["name"]: group["weight_decay"] for group in module.configure_optimizers().param_groups}
-    assert groups == {"decayed": 0.1, "likelihood": 0.0}
+    assert groups == {"decayed": 0.1, "decayed, 2 times as fast": 0.05, "likelihood": 0.0}
 
 
 class Endless(IterableDataset):

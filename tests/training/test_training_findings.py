@@ -61,11 +61,11 @@ def said(kind, *arguments, **options):
 def test_the_kl_dominates():
     few = rows(60, 3)
     result, found = said(
-        "kl-dominates", sb.MeanField(prior=sb.Normal(0.0, 0.5)), few, batch_size=20, kl_annealing=0.1
+        "kl-dominates", sb.MeanField.paper(prior=sb.Normal(0.0, 0.5)), few, batch_size=20, kl_annealing=0.1
     )
     last = result.history[-1]
     assert found.value == pytest.approx(last["kl"] / 60 / last["nll"]) and found.value > 1
-    assert run(sb.MeanField(), few, batch_size=20, kl_weight=0.01).findings == ()
+    assert run(sb.MeanField.paper(), few, batch_size=20, kl_weight=0.01).findings == ()
 
 
 def test_the_kl_was_never_used():
@@ -76,7 +76,7 @@ def test_the_kl_was_never_used():
 
 
 def test_noise_drowns_the_signal():
-    said("noise-drowns", sb.MeanField(stddev_init=0.8), kl_weight=0.1, lr=2e-3)
+    said("noise-drowns", sb.MeanField.paper(stddev_init=0.8), kl_weight=0.1, lr=2e-3)
 
 
 @pytest.mark.parametrize("method", [KINDS["BatchEnsemble"], KINDS["MeanField"]])

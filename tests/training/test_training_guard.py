@@ -82,7 +82,9 @@ def test_an_output_that_is_not_finite_names_its_layer():
 
 
 def test_a_kl_that_is_not_finite_names_its_tensor():
-    model = sb.bayesianize(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), sb.MeanField())
+    model = sb.bayesianize(
+        nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), sb.MeanField(biases=True)
+    )
     with torch.no_grad():
         model[2].bayes.bias.rho.fill_(1e30)
     with pytest.raises(

@@ -80,7 +80,7 @@ def compare_with_prior(model: nn.Module) -> Comparison:
     one row.
 
     >>> import slimbayes as sb
-    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.MeanField(prior=sb.Normal(0.0, 0.5)))
+    >>> net = sb.bayesianize(nn.Linear(3, 2), sb.MeanField.paper(prior=sb.Normal(0.0, 0.5)))
     >>> _ = nn.init.ones_(net.weight)
     >>> for row in sb.analysis.compare_with_prior(net).rows:
     ...     print(row.tensor, row.elements, row.tensor == "bias" or row.shift)

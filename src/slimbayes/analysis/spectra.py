@@ -89,7 +89,7 @@ def stddevs(model: nn.Module, include: Selection | None = None) -> dict[str, flo
     """The mean σ of every layer's weight: one point of its curve over training.
 
     >>> import slimbayes as sb
-    >>> net = sb.bayesianize(nn.Linear(200, 100), sb.MeanField(stddev_init=0.02))
+    >>> net = sb.bayesianize(nn.Linear(200, 100), sb.MeanField.paper(stddev_init=0.02))
     >>> {name: round(value, 3) for name, value in sb.analysis.stddevs(net).items()}
     {'': 0.02}
     """

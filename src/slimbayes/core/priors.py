@@ -169,6 +169,28 @@ LEAST_RMS = 1e-3  # of a tensor: matrices that start at 0 have a scale all the s
 
 
 @dataclass(frozen=True)
+class Neutral(Prior):
+    """The posterior's own family, of this scale, around what changes nothing: for the factors of ``Rank1`` alone.
+
+    Normal(1, scale²) for Normals, Cauchy(1, scale) for Cauchys; around 0 in log-space, and for additive factors.
+
+    >>> Neutral(0.5)
+    Neutral(scale=0.5)
+    """
+
+    scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check("Neutral", 0.0, self.scale)
+
+    def distribution(self, like: Tensor, fan_in: int | None = None) -> d.Normal:
+        """None: which it is follows from the posterior, and ``Rank1`` puts that in its place."""
+        raise ValueError(
+            f"prior={self!r} is for the factors of Rank1; for weights use sb.Normal(0.0, {self.scale:g})"
+        )
+
+
+@dataclass(frozen=True)
 class RelativeNormal(Prior):
     """Noise in proportion to the weights: N(μ, (scale · rms(μ))²) around means μ that are N(0, 1/precision).
 
@@ -183,7 +205,7 @@ class RelativeNormal(Prior):
     """
 
     scale: float = 0.5
-    precision: float = 1.0
+    precision: float = 10.0
 
     def __post_init__(self) -> None:
         _check("RelativeNormal", 0.0, self.scale)
@@ -206,5 +228,5 @@ class RelativeNormal(Prior):
 # By the names that files and texts have for them. One of your own is one more line: ``PRIORS["StudentT"] = StudentT``.
 PRIORS: dict[str, type[Prior]] = {
     kind.__name__: kind
-    for kind in (Normal, Cauchy, LogNormal, HalfCauchy, HeNormal, EmpiricalNormal, RelativeNormal)
+    for kind in (Normal, Cauchy, LogNormal, HalfCauchy, HeNormal, EmpiricalNormal, Neutral, RelativeNormal)
 }

@@ -35,7 +35,7 @@ NESTED = "method__"
 # Random signs set the components apart, and this prior holds both signs to be as likely. The mean over components
 # bounds the KL of their mixture, so that a weight of 1 is an ELBO; the sum, K times as much, underfits tables of a few
 # hundred rows.
-METHOD = "Rank1(components=4, random_sign_init=0.5, prior=Normal(0.0, 1.0), kl_reduction='mean')"
+METHOD = "Rank1()"
 
 
 def _shared(values: Any) -> Tensor:

@@ -37,6 +37,8 @@ def keep(run: Run) -> None:
     tensors, scalars = optimizer_tensors(run.optimizer)
     tensors |= weights_of(run)
     tensors |= {f"best.{name}": value for name, value in run.best_weights.items()}
+    if run.averages is not None:
+        tensors |= {f"average.{name}": value for name, value in run.averages.means.items()}
     tensors["sums"] = run.sums
     tensors["mixing_baseline"] = find_record(run.model).baseline
     facts = {
@@ -89,6 +91,10 @@ def _put_back(run: Run, path: Path, tensors: dict[str, Tensor], facts: dict[str,
             f"{str(path)!r} holds the state of another network or method ({first}): use another folder"
         ) from error
     run.best_weights = {k: v.to(run.fabric.device) for k, v in _part(tensors, "best.").items()}
+    if run.averages is not None:
+        run.averages.means = {
+            name: tensors[f"average.{name}"].to(value.device) for name, value in run.averages.means.items()
+        }
     run.sums = tensors["sums"]
     find_record(run.model).baseline = tensors["mixing_baseline"].to(run.fabric.device)
     run.step, run.best, run.waited, run.done = (facts[k] for k in ("step", "best", "waited", "done"))

@@ -20,10 +20,11 @@ from slimbayes.containers.records import RecordDataset
 from slimbayes.containers.streaming import StreamedDataset
 from slimbayes.core.conversion import find_record, unwrap
 from slimbayes.core.likelihoods import Categorical, Gaussian, Likelihood, NotFiniteError, guarded
+from slimbayes.training.averaging import Averages
 from slimbayes.training.faults import Ending, ReaderDied, dead_worker, explained, release, stopped_words
 from slimbayes.training.guard import Guard, Skips, fusable
 from slimbayes.training.judging import judge
-from slimbayes.training.keeping import STATE, describe, due, keep, put_weights, take_up
+from slimbayes.training.keeping import STATE, describe, due, keep, put_weights, take_up, weights_of
 from slimbayes.training.monitor import History, Progress, Row, spread_of, tensorboard
 from slimbayes.training.recording import Recorder, check_recordable
 from slimbayes.training.rows import collect, fit_noise, log, short
@@ -171,6 +172,9 @@ class Run:
         self.batch: Batch | None = None  # of the step
         self.recorder = Recorder(self._compute, fabric.device) if settings.capture else None
         self.step = 0
+        self.averages: Averages | None = None
+        if settings.averaging:
+            self.averages = Averages(weights_of(self), settings.averaging, self.steps)
         self.multiplier = -1.0  # of the rates that the optimizer has
         # Of loss, nll, KL and 1 over steps made since the last row.
         self.sums = torch.zeros(4, dtype=torch.float64)
@@ -202,6 +206,8 @@ class Run:
             self._epochs(bar if progress else None)
         if self.best_weights:
             put_weights(self, self.best_weights)
+        elif self.averages is not None:
+            self.averages.put(weights_of(self))
         self.model.eval()
         fit_noise(self)
         if self.logger is not None:
@@ -265,6 +271,8 @@ class Run:
         for seen, batch in enumerate(self._batches(epoch, begin), 1):
             pending.append(self._train_step(batch))
             self.step += 1
+            if self.averages is not None:
+                self.averages.add(self.step, list(weights_of(self).values()))
             ended = self.step == self.steps or self.step % self.per_epoch == 0
             logs = self.step % self.settings.log_every == 0
             writes = due(self, ended)

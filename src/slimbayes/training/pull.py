@@ -36,7 +36,7 @@ def predicted_spread(
     which momentum has not built up, are not reckoned with: there components stay further apart.
 
     >>> import slimbayes as sb
-    >>> net = sb.bayesianize(nn.Linear(400, 400), sb.Rank1(components=4))
+    >>> net = sb.bayesianize(nn.Linear(400, 400), sb.Rank1.paper(components=4))
     >>> sgd = Training(optimizer="sgd", lr=0.1, epochs=20, schedule="steps")
     >>> spreads = predicted_spread(net, sgd, num_data=50_000)
     >>> round(spreads[0], 1), round(spreads[-1] / spreads[0], 2)

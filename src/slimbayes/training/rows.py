@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,7 +78,8 @@ def log(run: Run, epoch: int, rate: float, ended: bool) -> None:
     run.skips.since_row = 0
     last_step = run.step == run.steps
     if run.validation is not None and ended and (last_step or (epoch + 1) % run.settings.validate_every == 0):
-        row.update(_validate(run))
+        with nullcontext() if run.averages is None else run.averages.instead(weights_of(run)):
+            row.update(_validate(run))
     run.history.add(row)
     if run.fabric.is_global_zero:
         warn_of_collapse(run.history.rows, run.start)

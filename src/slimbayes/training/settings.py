@@ -85,6 +85,9 @@ class Training:
     )
     noise: str = "example"
     reduction: str = "average"
+    averaging: float = (
+        0.0  # the last part of the run whose mean of all weights is the result; 0: the last step's
+    )
     clip_norm: float | None = None
     on_nonfinite: str = "stop"  # or "skip": what becomes of a step whose loss or gradients are not finite
     max_skips: int = 10  # steps left out in a row before the run stops all the same
@@ -156,13 +159,24 @@ class Training:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if not (whole_number(self.workers) and self.workers >= 0):
             raise ValueError(f"workers must be a whole number of at least 0, got {self.workers!r}")
-        numbers = ("momentum", "weight_decay", "l2", "factor_lr_multiplier", "decay", "warmup", "kl_weight")
+        numbers = (
+            "momentum",
+            "weight_decay",
+            "l2",
+            "factor_lr_multiplier",
+            "decay",
+            "warmup",
+            "kl_weight",
+            "averaging",
+        )
         optional = [name for name in ("clip_norm", "kl_coefficient") if getattr(self, name) is not None]
         for name in ("lr", *numbers, "kl_annealing", "kl_start", *optional):
             value = getattr(self, name)
             least = "above 0" if name in ("lr", "clip_norm", "kl_coefficient") else "of at least 0"
             if not real_number(value) or value < 0 or (value == 0 and least == "above 0"):
                 raise ValueError(f"{name} must be a finite number {least}, got {value!r}")
+        if self.averaging > 1:
+            raise ValueError(f"averaging={self.averaging} is a part of the run, between 0 and 1, say 0.1")
         if max(self.kl_annealing, self.kl_start) > 1 or not all(0 <= m <= 1 for m in self.milestones):
             raise ValueError(
                 f"kl_annealing={self.kl_annealing}, kl_start={self.kl_start} and milestones={self.milestones} are "

@@ -51,7 +51,7 @@ def compress(
     >>> import slimbayes as sb
     >>> net = sb.bayesianize(nn.Linear(20, 10), sb.MeanField())
     >>> sb.summary(net).parameters, sb.summary(sb.compress(net, rank=2)).parameters
-    (420, 280)
+    (410, 270)
     """
     check_count("rank", rank)
     names = _compressible(model, include, exclude)
@@ -153,7 +153,7 @@ def _retell(root: nn.Module, names: Iterable[str], rank: int) -> None:
         if not own & chosen:
             continue
         assert isinstance(method, MeanField)
-        same = ("prior", "stddev_init", "estimator", "biases", "temperature")
+        same = ("prior", "stddev_init", "estimator", "biases", "temperature", "spread_rate")
         tied = KTied(rank, **{name: getattr(method, name) for name in same})
         if own <= chosen:
             methods[index] = tied

@@ -23,7 +23,7 @@ def parse_method(text: str) -> Method:
     """The method that a text describes, as one would write it in Python.
 
     >>> parse_method("KTied.paper(rank=3, temperature=0.1)")
-    KTied(rank=3, prior=Normal(loc=0.0, scale=0.3), stddev_init=0.01, estimator='shared', biases=True, temperature=0.1)
+    KTied(rank=3, prior=Normal(loc=0.0, scale=0.3), stddev_init=0.01, ..., temperature=0.1, spread_rate=1.0)
     >>> parse_method("Rank2")
     Traceback (most recent call last):
         ...

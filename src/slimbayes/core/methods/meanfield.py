@@ -46,10 +46,11 @@ class MeanField(Method):
 
     ``estimator``: "shared" (one weight sample per draw), "flipout" (random signs per example) or "local"
     (sampled pre-activations; an approximation for convolutions). ``tied_mean`` puts the prior's mean at the
-    posterior's, so that only σ is penalised. ``stddev_max`` caps σ. ``temperature`` multiplies the KL in ``elbo``.
+    posterior's, so that only σ is penalised. ``stddev_max`` caps σ. ``temperature`` multiplies the KL in ``elbo``,
+    ``spread_rate`` the learning rate of the scales in ``sb.parameter_groups``.
 
     >>> MeanField(estimator="flipout").prior
-    RelativeNormal(scale=0.5, precision=1.0)
+    RelativeNormal(scale=0.5, precision=10.0)
     """
 
     prior: priors.Prior = field(default_factory=priors.RelativeNormal)
@@ -58,10 +59,12 @@ class MeanField(Method):
     biases: bool = False
     tied_mean: bool = False
     stddev_max: float | None = None
-    temperature: float = field(default=0.1, metadata=LATER)
+    temperature: float = field(default=0.05, metadata=LATER)
+    spread_rate: float = field(default=4.0, metadata=LATER)
 
     def __post_init__(self) -> None:
         check_least("temperature", self.temperature)
+        check_positive("spread_rate", self.spread_rate, optional=False)
         check_choice("estimator", self.estimator, ESTIMATORS)
         check_positive("stddev_init", self.stddev_init, optional=False)
         check_positive("stddev_max", self.stddev_max)
@@ -86,14 +89,14 @@ class MeanField(Method):
         """
         values: dict[str, Any] = {
             "prior": priors.Normal(0.0, 1.0), "stddev_init": 0.01, "estimator": "shared", "biases": True,
-            "tied_mean": False, "stddev_max": None, "temperature": 1.0,
+            "tied_mean": False, "stddev_max": None, "temperature": 1.0, "spread_rate": 1.0,
         }  # fmt: skip
         return cls(**{**values, **overrides})
 
     @property
     def traits(self) -> Traits:
         """What conversion and draws need to know."""
-        return Traits(randomizes_weight=True, temperature=self.temperature)
+        return Traits(randomizes_weight=True, temperature=self.temperature, lr_multiplier=self.spread_rate)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""
@@ -123,7 +126,7 @@ class KTied(Method):
     """Normals over the weights whose standard deviations are σ = U Vᵀ of rank k; ``biases``, where asked, mean-field.
 
     "local" computes the variance of a Linear layer by k(k+1)/2 thin products. ``temperature`` multiplies the KL in
-    ``elbo``.
+    ``elbo``, ``spread_rate`` the learning rate of U and V in ``sb.parameter_groups``: log σ moves by both.
 
     >>> KTied(rank=2).rank
     2
@@ -134,10 +137,12 @@ class KTied(Method):
     stddev_init: float = 0.02
     estimator: str = "shared"
     biases: bool = False
-    temperature: float = field(default=0.1, metadata=LATER)
+    temperature: float = field(default=0.05, metadata=LATER)
+    spread_rate: float = field(default=2.0, metadata=LATER)
 
     def __post_init__(self) -> None:
         check_least("temperature", self.temperature)
+        check_positive("spread_rate", self.spread_rate, optional=False)
         check_count("rank", self.rank)
         check_choice("estimator", self.estimator, ESTIMATORS)
         check_positive("stddev_init", self.stddev_init, optional=False)
@@ -156,14 +161,14 @@ class KTied(Method):
         """
         values: dict[str, Any] = {
             "rank": 2, "prior": priors.Normal(0.0, 0.3), "stddev_init": 0.01, "estimator": "shared", "biases": True,
-            "temperature": 1.0,
+            "temperature": 1.0, "spread_rate": 1.0,
         }  # fmt: skip
         return cls(**{**values, **overrides})
 
     @property
     def traits(self) -> Traits:
         """What conversion and draws need to know."""
-        return Traits(randomizes_weight=True, temperature=self.temperature)
+        return Traits(randomizes_weight=True, temperature=self.temperature, lr_multiplier=self.spread_rate)
 
     def selects(self, name: str, module: nn.Module, outline: Outline) -> bool:
         """Layers that multiply by a weight."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,11 +43,11 @@ class Family:
     """A posterior of the factors: what is around a location, from start scales [K, C]; and its default prior."""
 
     posterior: Callable[[Tensor], posteriors.Posterior]
-    prior: Callable[[float], priors.Prior]  # of the neutral value, 1 or 0
+    prior: Callable[[float], priors.Prior]  # of the neutral value, 1 or 0: the paper's
     jitter: bool = False  # of the start scales
     positive: bool = False  # never around 0
     edge: bool = False  # the location is the prior's: one apart from it would make the KL infinite
-    dropout_rate: float = 0.02  # where none is asked for
+    dropout_rate: float = 0.01  # where none is asked for
 
 
 # By what ``posterior=`` calls them. One of your own is one more line: ``FAMILIES["student"] = Family(...)``.
@@ -68,10 +68,11 @@ FAMILIES = {
 class Rank1(Method):
     """W ∘ r sᵀ, distributions over r and s only: y = r ∘ (W (s ∘ x)) + b, per component.
 
-    ``posterior``: "normal", "cauchy", "lognormal", "halfcauchy" or "delta". ``prior=None`` is the posterior's
-    own family at location 1 (0 in log-space, and for additive perturbations) with scale 0.1.
-    ``random_sign_init`` v > 0 starts locations at ±1 with probability v of +1, v ≤ 0 at Normal(1, |v|).
-    ``dropout_rate`` p starts σ at sqrt(p/(1 − p)); None is 0.02, and 1e-6 for Cauchys, whose tails are heavy.
+    ``posterior``: "normal", "cauchy", "lognormal", "halfcauchy" or "delta". ``prior=Neutral(scale)`` is the posterior's
+    own family at location 1 (0 in log-space, and for additive perturbations); None is that with scale 0.1, the paper's.
+    ``random_sign_init`` v > 0 starts locations at ±1 with probability v of +1, v ≤ 0 at Normal(1, |v|): the default
+    starts them as its prior has them.
+    ``dropout_rate`` p starts σ at sqrt(p/(1 − p)); None is 0.01, and 1e-6 for Cauchys, whose tails are heavy.
     ``kl_reduction``: "sum" over components as the reference, "mean" (the convexity bound), or "monte_carlo" (the KL of
     the joint mixture). ``clip`` bounds samples.
     ``random``: which of the factors have a distribution, "both", "input" (s) or "output" (r); the other is a point
@@ -79,13 +80,13 @@ class Rank1(Method):
     ``elbo``; ``spread_rate`` the learning rate of the factors' scales in ``sb.parameter_groups``, so that noise which
     the data do not bear is gone within a short run.
 
-    >>> Rank1(components=2, posterior="cauchy").prior is None
-    True
+    >>> Rank1(components=2, posterior="cauchy").prior
+    Neutral(scale=0.5)
     """
 
     components: int = 4
     posterior: str = "normal"
-    prior: priors.Prior | None = None
+    prior: priors.Prior | None = priors.Neutral(0.5)
     factors: str = "both"
     perturbation: str = "multiplicative"
     random_sign_init: float = -0.5
@@ -95,7 +96,7 @@ class Rank1(Method):
     components_per_step: int | None = None
     train_base: bool = True
     random: str = field(default="both", metadata=LATER)
-    temperature: float = field(default=0.1, metadata=LATER)
+    temperature: float = field(default=1.0, metadata=LATER)
     spread_rate: float = field(default=10.0, metadata=LATER)
 
     def __post_init__(self) -> None:
@@ -113,8 +114,8 @@ class Rank1(Method):
         if isinstance(self.prior, priors.RelativeNormal):
             raise ValueError(
                 f"prior={self.prior!r} is noise in proportion to weights, and Rank1's factors lie around "
-                f"{self._neutral:g}, of no size of their own; use prior=None for the posterior's own family there, "
-                f"or sb.KTied()"
+                f"{self._neutral:g}, of no size of their own; use prior=sb.Neutral(0.5) for the posterior's own family "
+                f"there, or sb.KTied()"
             )
         _check_sign_init(self.random_sign_init)
         if self.posterior != "delta":
@@ -211,9 +212,9 @@ class Rank1(Method):
         return 0.0 if self.perturbation == "additive" else 1.0
 
     def _prior(self) -> priors.Prior:
-        if self.prior is not None:
-            return self.prior
-        return _default_prior(FAMILIES[self.posterior], self._neutral)
+        if self.prior is None or isinstance(self.prior, priors.Neutral):
+            return _own_prior(FAMILIES[self.posterior], self._neutral, self.prior)
+        return self.prior
 
     def _factor(self, size: int, like: Tensor, point: bool) -> Factor:
         neutral, shape = self._neutral, (self.components, size)
@@ -269,9 +270,10 @@ class BatchEnsemble(Method):
 
 
 @functools.cache
-def _default_prior(family: Family, neutral: float) -> priors.Prior:
-    """The paper's prior, one object for all factors: they are compared to be sampled together."""
-    return family.prior(neutral)
+def _own_prior(family: Family, neutral: float, like: priors.Neutral | None) -> priors.Prior:
+    """The family's own prior, one object for all factors: they are compared to be sampled together."""
+    own: Any = family.prior(neutral)
+    return own if like is None else replace(own, scale=like.scale)  # type: ignore[no-any-return]
 
 
 def _check_sign_init(value: float) -> None:

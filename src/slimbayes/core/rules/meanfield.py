@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimbayes.core import context
 from slimbayes.core import distributions as d
@@ -55,6 +55,12 @@ class SampledRule(Rule):
         self.weight_source = weight_source or f"{name}.weight"
         self.bias_source = bias_source or f"{name}.bias"
         self.untiled_noise = ("example",) if estimator == "local" else ()
+
+    def quick(self, op: Operation) -> Iterator[nn.Parameter]:
+        """The scales of weight and bias."""
+        for spread in (self.weight, self.bias):
+            if spread is not None:
+                yield from spread.parameters()
 
     def _spreads(self, op: Operation) -> tuple[d.Spread, d.Spread | None]:
         weight = self.weight(op.weight) if self.weight is not None else d.Delta(op.weight)

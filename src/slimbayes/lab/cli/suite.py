@@ -40,6 +40,9 @@ def suite(
     output: Annotated[
         Path, typer.Option("--output", metavar="FILE", help="JSON to write, and to go on from.")
     ] = Path("suite.json"),
+    device: Annotated[
+        str, typer.Option("--device", metavar="cpu|cuda", help="On a GPU several --jobs share it.")
+    ] = "cpu",
     data_root: o.DataRoot = None,
     quiet: o.Quiet = False,
 ) -> None:
@@ -58,7 +61,9 @@ def suite(
     wanted = [name for name in names if half is None or name not in PAIRS or PAIRS[name].half == half]
     some = tuple(filter(None, map(str.strip, (contenders or "").split(";")))) or EVERYTHING
     chosen = cells(wanted, some, min(seeds, 3) if reduced else seeds)
-    rows = run_suite(chosen, output, data_root, jobs, budget, (lambda text: None) if quiet else o.note)
+    rows = run_suite(
+        chosen, output, data_root, jobs, budget, device, (lambda text: None) if quiet else o.note
+    )
     screen.print(tables(rows), markup=False)
     o.note(f"Figures: {output}")
 

@@ -50,7 +50,7 @@ def factor_values(method: Rank1) -> Values:
     return {
         "components": float(method.components), "prior mean": float(prior.loc),
         "prior standard deviation": float(prior.scale),
-        "dropout rate at the start": method.dropout_rate, "random sign init": method.random_sign_init,
+        "dropout rate at the start": method.first_rate, "random sign init": method.random_sign_init,
     }  # fmt: skip
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,8 +50,7 @@ class _Trained:
 def _train(
     pair: Pair, task: Task, seed: int, after: Callable[[float, nn.Module], None] | None = None
 ) -> _Trained:
-    torch.manual_seed(seed)
-    network, likelihood = pair.network(task), training.likelihood_of(task)
+    network, likelihood = training.start(pair, task, seed), training.likelihood_of(task)
     groups: list[dict[str, Any]] = [{"params": network.parameters(), "weight_decay": training.decay(pair)}]
     optimizer = training.make_optimizer(pair, groups)
     network.train()
@@ -83,9 +83,7 @@ def _of_draws(draws: Callable[[Tensor], Tensor], likelihood: Any) -> Answer:
 def _held_out(task: Task) -> tuple[Task, Split]:
     """The task with the last tenth of its rows set apart."""
     cut = len(task.train) * 9 // 10
-    return Task(
-        task.train[:cut], task.test, task.shifted, task.outputs, task.regression, task.words
-    ), task.train[cut:]
+    return replace(task, train=task.train[:cut]), task.train[cut:]
 
 
 def temperature_scaling(pair: Pair, task: Task, seed: int) -> Answer:
@@ -111,8 +109,19 @@ def _temperature(outputs: Tensor, targets: Tensor) -> sb.Categorical:
 
 
 def ensemble(pair: Pair, task: Task, seed: int) -> Answer:
-    """Five plain networks, each with its own start."""
-    return training.train(pair, task, sb.DeepEnsemble(members=5), seed)
+    """Five plain networks, each trained by itself: the first is the plain network of this seed."""
+    trained = [_train(pair, task, seed + 100 * member) for member in range(5)]
+
+    def draws(x: Tensor) -> Tensor:
+        return torch.stack([_with_noise(one, one.network(x)) for one in trained])
+
+    return _of_draws(draws, sb.Gaussian(learn="per_example") if task.regression else trained[0].likelihood)
+
+
+def _with_noise(trained: _Trained, mean: Tensor) -> Tensor:
+    """Outputs of a regression beside the log precision of the network's own noise."""
+    precision = getattr(trained.likelihood, "log_precision", None)
+    return mean if precision is None else torch.cat([mean, precision.expand_as(mean)], -1)
 
 
 _RANK = 20  # columns of SWAG's low-rank part: Maddox et al. 2019, section 4
@@ -138,8 +147,8 @@ def swag(pair: Pair, task: Task, seed: int) -> Answer:
     networks = []
     for _ in range(DRAWS):
         # θ = mean + Σ_diag^½ z₁ / √2 + D z₂ / √(2 (K − 1))
-        z1 = torch.randn(mean.shape, generator=generator)
-        z2 = torch.randn(len(apart), generator=generator)
+        z1 = torch.randn(mean.shape, generator=generator).to(mean)
+        z2 = torch.randn(len(apart), generator=generator).to(mean)
         low = apart.T @ z2 / (2 * max(1, len(apart) - 1)) ** 0.5
         network = copy.deepcopy(trained.network)
         vector_to_parameters(mean + variance.sqrt() * z1 / 2**0.5 + low, network.parameters())
@@ -173,7 +182,8 @@ def laplace(pair: Pair, task: Task, seed: int) -> Answer:
     if not task.regression:
         posterior.optimize_prior_precision(method="marglik")
         return _of_draws(lambda x: posterior(x).clamp_min(1e-12).log().unsqueeze(0), sb.Categorical())
-    noise = float(trained.likelihood.log_precision.detach().exp()) ** -0.5  # type: ignore[union-attr]
+    precision: Any = getattr(trained.likelihood, "log_precision")  # noqa: B009 - of Gaussians alone
+    noise = float(precision.detach().exp()) ** -0.5
     posterior.sigma_noise = torch.tensor(noise)
     posterior.optimize_prior_precision(method="marglik")
 
@@ -189,8 +199,7 @@ def ivon(pair: Pair, task: Task, seed: int) -> Answer:
     """IVON of ivon-opt as its page has it: lr = 0.1, ess = the rows, one sample a step; cosine to 0."""
     IVON = importlib.import_module("ivon").IVON
 
-    torch.manual_seed(seed)
-    network, likelihood = pair.network(task), training.likelihood_of(task)
+    network, likelihood = training.start(pair, task, seed), training.likelihood_of(task)
     optimizer = IVON(network.parameters(), lr=0.1, ess=len(task.train))
     network.train()
     for inputs, targets, done in training.batches(pair, task, seed):
@@ -225,13 +234,11 @@ RIVALS: dict[str, Contender] = {
 _PACKAGES = {"last-layer Laplace": ("laplace", "laplace-torch"), "IVON": ("ivon", "ivon-opt")}
 
 
-def lacking(name: str) -> str | None:
-    """The package that this contender needs and that is not there."""
-    module, package = _PACKAGES.get(name, ("slimbayes", ""))
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        return package
+def lacking(name: str, pair: Pair) -> str | None:
+    """The package that this contender or pair needs and that is not there."""
+    for module, package in filter(None, (_PACKAGES.get(name), pair.needs and (pair.needs, pair.needs))):
+        if importlib.util.find_spec(module) is None:
+            return package.replace("_", "-")
     return None
 
 

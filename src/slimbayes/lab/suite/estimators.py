@@ -13,7 +13,7 @@ import slimbayes as sb
 from slimbayes.core.predictive import Predictive
 from slimbayes.lab.suite.data import Task
 from slimbayes.lab.suite.pairs import Pair
-from slimbayes.lab.suite.training import Answer, answer_of, likelihood_of
+from slimbayes.lab.suite.training import Answer, answer_of, likelihood_of, start
 from slimbayes.training import Training
 
 NAMES = {True: ("MLPRegressor", "BayesianMLPRegressor"), False: ("MLPClassifier", "BayesianMLPClassifier")}
@@ -50,7 +50,7 @@ def ours(pair: Pair, task: Task, seed: int, **options: Any) -> Answer:
     own = {"standardize_targets": False, **options} if task.regression else options
     model = getattr(slimbayes.sklearn, NAMES[task.regression][1])(random_state=seed, **own)
     model.fit(*_arrays(task))
-    return lambda inputs, first: model._predictive(inputs.numpy())  # type: ignore[no-any-return]
+    return lambda inputs, first: model._predictive(inputs.numpy())
 
 
 def _arrays(task: Task) -> tuple[Any, Any]:
@@ -61,8 +61,7 @@ def _arrays(task: Task) -> tuple[Any, Any]:
 def fitted(pair: Pair, task: Task, seed: int) -> Answer:
     """``sb.fit`` with its defaults; of a regression a tenth of the rows is held out, as ``slimbayes train`` does it."""
     method = sb.Rank1()
-    torch.manual_seed(seed)
-    model = sb.bayesianize(pair.network(task), method)
+    model = sb.bayesianize(start(pair, task, seed), method)
     likelihood = likelihood_of(task)
     held = 0.1 if task.regression else None
     with warnings.catch_warnings():

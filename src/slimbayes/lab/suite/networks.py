@@ -24,6 +24,21 @@ def mlp(width: int = 64, depth: int = 2) -> Network:
     return make
 
 
+class _Adapter(nn.Module):
+    def __init__(self, size: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(size, width), nn.Linear(width, size)
+        self.norm, self.head = nn.LayerNorm(size), nn.Linear(size, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x + self.up(torch.relu(self.down(x)))))  # type: ignore[no-any-return]
+
+
+def adapter(width: int = 32) -> Network:
+    """A bottleneck beside what a frozen encoder gives, and a head (Houlsby et al. 2019)."""
+    return lambda task: _Adapter(task.train.inputs.shape[1], width, task.outputs)
+
+
 def cnn(norm: str | None, width: int = 8) -> Network:
     """Three convolutions, without norms or with BatchNorm or GroupNorm, then a mean over the image."""
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from slimbayes.lab.suite.data import Data, images, of, reviews, stays, table, texts
-from slimbayes.lab.suite.networks import Network, cnn, mlp, recurrent, resnet, transformer
+from slimbayes.lab.suite.data import ENCODER, Data, encoded, images, of, reviews, stays, table, texts
+from slimbayes.lab.suite.networks import Network, adapter, cnn, mlp, recurrent, resnet, transformer
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Pair:
     batch: int = 64
     optimizer: str = "adamw"
     half: str = "choosing"  # or "judging"
+    needs: str = ""  # a package beside those of this one
 
 
 _CHOOSING = (
@@ -47,5 +48,6 @@ _JUDGING = (
     Pair("wine-mlp", of(table, "wine", 120, 58), mlp(32, 2), 60, 2e-3, 16),
     Pair("imdb-lstm", of(reviews, 4000, 1500, 60, 5000), recurrent(nn.LSTM, 48), 4, 3e-3),
     Pair("headlines-transformer", of(texts, "headlines", 6000, 1500, 20, 6000), transformer(), 3, 1e-3),
+    Pair("headlines-adapter", of(encoded, "headlines", 2000, 1500), adapter(), 10, 1e-3, needs=ENCODER),
 )  # fmt: skip
 PAIRS = {pair.name: pair for pair in (*_CHOOSING, *(replace(pair, half="judging") for pair in _JUDGING))}

@@ -50,8 +50,8 @@ def cells(pairs: Sequence[str], contenders: Sequence[str], seeds: int) -> list[C
     return [
         Cell(pair, one, seed)
         for seed in range(seeds)
-        for one in contenders
         for pair in pairs
+        for one in contenders
         if suits(one, PAIRS[pair])
     ]
 
@@ -62,6 +62,7 @@ def run_suite(
     root: str | None = None,
     jobs: int = 1,
     budget: float | None = None,
+    device: str = "cpu",
     say: Say = lambda text: None,
 ) -> list[Row]:
     """Measure the cells that ``output`` lacks, write each as it is done, and return all its rows.
@@ -74,11 +75,12 @@ def run_suite(
     current = {cell: rows[cell] for cell in wanted if cell in rows and rows[cell]["is"] == described(cell)}
     missing = [cell for cell in wanted if cell not in current]
     say(f"{len(wanted) - len(missing)} of {len(wanted)} cells are there")
-    for name in sorted({cell.contender for cell in missing}):
-        if package := lacking(name):
-            say(f"{name} is left out: it needs pip install {package}, in an environment of its own")
-            missing = [cell for cell in missing if cell.contender != name]
-    for count, (cell, row) in enumerate(_measured(missing, root, jobs, end), 1):
+    lacks = {cell: lacking(cell.contender, PAIRS[cell.pair]) for cell in missing}
+    for package in sorted(filter(None, set(lacks.values()))):
+        out = [cell for cell in missing if lacks[cell] == package]
+        say(f"{len(out)} cells are left out: they need pip install {package}, in an environment of its own")
+    missing = [cell for cell in missing if lacks[cell] is None]
+    for count, (cell, row) in enumerate(_measured(missing, (root, device), jobs, end), 1):
         rows[cell] = row
         write_whole(output, _text([rows[key] for key in sorted(rows)]))
         shown = f"NLL {row['clean']['nll']:.4f}, shifted {row['shifted']['nll']:.4f}"
@@ -114,12 +116,12 @@ def described(cell: Cell) -> str:
 
 
 def _measured(
-    missing: list[Cell], root: str | None, jobs: int, end: float | None
+    missing: list[Cell], where: tuple[str | None, str], jobs: int, end: float | None
 ) -> Iterator[tuple[Cell, Row]]:
     if jobs == 1:
         for cell in missing:
             if end is None or time.monotonic() < end:
-                yield cell, measure_cell(cell, root)
+                yield cell, measure_cell(cell, *where)
         return
     with workers(min(jobs, len(missing)) or 1, _prepare, ()) as pool:
         waiting: dict[concurrent.futures.Future[Row], Cell] = {}
@@ -129,7 +131,7 @@ def _measured(
                 following = next(rest, None)
                 if following is None:
                     break
-                waiting[pool.submit(measure_cell, following, root)] = following
+                waiting[pool.submit(measure_cell, following, *where)] = following
             if not waiting:
                 return
             done, _ = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -142,14 +144,14 @@ def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-@lru_cache(maxsize=4)
-def _task(pair: str, root: str | None) -> Task:
-    return PAIRS[pair].data(root)
+@lru_cache
+def _task(pair: str, root: str | None, device: str) -> Task:
+    return PAIRS[pair].data(root).to(device)
 
 
-def measure_cell(cell: Cell, root: str | None) -> Row:
-    """Train one network and measure it."""
-    pair, task = PAIRS[cell.pair], _task(cell.pair, root)
+def measure_cell(cell: Cell, root: str | None, device: str = "cpu") -> Row:
+    """Train one network and measure it; estimators train where they please, from rows on the CPU."""
+    pair, task = PAIRS[cell.pair], _task(cell.pair, root, "cpu" if cell.contender in ON_TABLES else device)
     start = time.perf_counter()
     answer = contender(cell.contender)[0](pair, task, cell.seed)
     seconds = round(time.perf_counter() - start, 2)

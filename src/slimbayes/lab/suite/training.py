@@ -21,7 +21,13 @@ DRAWS = 16  # of a prediction, whatever the method
 
 def likelihood_of(task: Task) -> sb.Gaussian | sb.Categorical:
     """Classes, or a mean with noise of one learned precision."""
-    return sb.Gaussian(learn="global") if task.regression else sb.Categorical()
+    return sb.Gaussian(learn="global").to(task.device) if task.regression else sb.Categorical()
+
+
+def start(pair: Pair, task: Task, seed: int) -> nn.Module:
+    """The network of this seed: made on the CPU, for the same numbers everywhere."""
+    torch.manual_seed(seed)
+    return pair.network(task).to(task.device)
 
 
 def batches(pair: Pair, task: Task, seed: int) -> Iterator[tuple[Tensor, Tensor, float]]:
@@ -56,8 +62,7 @@ def set_rate(optimizer: Optimizer, pair: Pair, done: float) -> None:
 
 def train(pair: Pair, task: Task, method: Method, seed: int) -> Answer:
     """A network converted to ``method``, trained as the README does it; how it answers."""
-    torch.manual_seed(seed)
-    model = sb.bayesianize(pair.network(task), method)
+    model = sb.bayesianize(start(pair, task, seed), method)
     likelihood = likelihood_of(task)
     groups = sb.parameter_groups(model, lr=pair.lr, weight_decay=decay(pair))
     optimizer = make_optimizer(pair, groups)

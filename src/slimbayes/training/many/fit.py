@@ -121,6 +121,10 @@ def _check(settings: Training, device: torch.device) -> None:
             f"early_stopping={settings.early_stopping}: fit_many validates nothing, and all networks make all steps; "
             f"leave it out, or use sb.fit"
         )
+    if settings.averaging:
+        raise ValueError(
+            f"averaging={settings.averaging}: fit_many keeps the weights of the last step; use sb.fit"
+        )
     if settings.split_batch:
         raise ValueError("split_batch=True: every network of fit_many sees its whole batch; use sb.fit")
     if settings.on_nonfinite != "stop":

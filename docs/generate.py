@@ -25,7 +25,7 @@ from slimbayes.lab.bench.table import ratio
 from slimbayes.lab.bench.table import title as called
 from slimbayes.lab.experiments import catalogue
 from slimbayes.lab.experiments.pages import stale_pages, write_pages
-from slimbayes.lab.suite.page import details, summary
+from slimbayes.lab.suite.page import details, estimators, study, summary
 from slimbayes.lab.suite.running import read_rows
 
 DOCS = Path(__file__).parent
@@ -290,7 +290,10 @@ def defaults() -> str:
     parts = {
         half: "\n".join([*summary(rows, half), *details(rows, half)]) for half in ("choosing", "judging")
     }
-    return filled("defaults.md", parts)
+    tried = read_rows(ROOT / "bench" / "results" / "suite-study.json")
+    return filled(
+        "defaults.md", {**parts, "estimators": "\n".join(estimators(rows)), "study": "\n".join(study(tried))}
+    )
 
 
 PAGES = {

@@ -99,6 +99,26 @@ def test_a_run_goes_on_where_it_stopped(short, tmp_path, monkeypatch):
     assert run_suite(wanted, tmp_path / "none.json", budget=0.0) == []
 
 
+def test_a_cell_that_fails_is_said_and_the_others_are_measured(short, tmp_path, monkeypatch):
+    def broken(pair, task, seed):
+        raise OSError("no room")
+
+    monkeypatch.setitem(contenders.RIVALS, "SWAG", broken)
+    output, said = tmp_path / "suite.json", []
+    with pytest.raises(
+        ValueError, match="1 cells could not be measured: wine-mlp, SWAG, seed 0: OSError: no room"
+    ):
+        run_suite(cells(["wine-mlp"], ["SWAG", "plain"], 1), output, say=said.append)
+    assert [row["contender"] for row in read_rows(output)] == ["plain"] and "[1/2] failed" in said[1]
+
+
+@pytest.mark.parametrize("name", ["scikit-learn's MLP", "slimbayes.sklearn"])
+def test_estimators_take_rows_of_any_shape(name, short):
+    pytest.importorskip("sklearn")
+    row = measure_cell(Cell("digits-mlp", name, 0), None)
+    assert 0.8 < row["clean"]["accuracy"] <= 1
+
+
 def test_rows_do_not_depend_on_the_process(short, tmp_path):
     row = measure_cell(Cell("wine-mlp", "Rank1", 0), None)
     again = measure_cell(Cell("wine-mlp", "Rank1", 0), None)

@@ -55,7 +55,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
     epochs: int = 100
     batch_size: Any = "auto"
     lr: float = 5e-3
-    weight_decay: float = 1.0
+    weight_decay: float = 0.5
     kl_weight: float = 1.0
     kl_annealing: float = 0.5
     num_data: float | None = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from slimbayes.lab.report.choice import choose
+from slimbayes.lab.report.choice import ADVICE, choose
 from slimbayes.lab.report.examples import examples_html, text
 from slimbayes.lab.report.panels import VARIABLES, Plot, Style, styles, themed, tidy
 from slimbayes.lab.report.provenance import provenance_html, terms_html
@@ -154,8 +154,9 @@ _SIGNS = {
 def _answer(results: Results, picture: str) -> str:
     """Which method to take, the picture that shows it, and the rule."""
     chosen = choose(results)
-    rule = f'<p class="note rule">{text(chosen.rule)}</p>\n' if chosen.rule else ""
-    return f'<div class="verdict"><p class="lead">{text(chosen.text)}</p></div>\n{picture}{rule}'
+    notes = [*filter(None, [chosen.rule]), f"On other data: {ADVICE}"]
+    below = "".join(f'<p class="note rule">{text(note)}</p>\n' for note in notes)
+    return f'<div class="verdict"><p class="lead">{text(chosen.text)}</p></div>\n{picture}{below}'
 
 
 def _differences(results: Results) -> str:

@@ -34,10 +34,11 @@ def theirs(pair: Pair, task: Task, seed: int) -> Answer:
         likelihood = sb.Gaussian(precision=float(1 / np.square(y - model.predict(X)).mean()))
 
     def answer(inputs: Tensor, first: int) -> Predictive:
+        rows = inputs.flatten(1).numpy()
         if task.regression:
-            outputs = model.predict(inputs.numpy()).reshape(len(inputs), -1)
+            outputs = model.predict(rows).reshape(len(rows), -1)
         else:
-            outputs = np.log(model.predict_proba(inputs.numpy()).clip(1e-12))
+            outputs = np.log(model.predict_proba(rows).clip(1e-12))
         return likelihood.predictive(torch.as_tensor(outputs, dtype=torch.float32).unsqueeze(0))  # type: ignore[no-any-return]
 
     return answer
@@ -50,7 +51,7 @@ def ours(pair: Pair, task: Task, seed: int, **options: Any) -> Answer:
     own = {"standardize_targets": False, **options} if task.regression else options
     model = getattr(slimbayes.sklearn, NAMES[task.regression][1])(random_state=seed, **own)
     model.fit(*_arrays(task))
-    return lambda inputs, first: model._predictive(inputs.numpy())
+    return lambda inputs, first: model._predictive(inputs.flatten(1).numpy())
 
 
 def _arrays(task: Task) -> tuple[Any, Any]:

@@ -170,6 +170,27 @@ def estimators(rows: Sequence[Row]) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
+def study(rows: Sequence[Row]) -> list[str]:
+    """A line for every setting that was tried, by pair: NLL less the plain network's, clean / shifted (seeds)."""
+    pairs = [name for name, pair in PAIRS.items() if pair.half == "choosing"]
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        found.setdefault(row["variant"], {}).setdefault(row["pair"], []).append(row)
+    lines = [f"| setting | {' | '.join(pairs)} |", "|---|" + "---:|" * len(pairs)]
+    for variant, own in found.items():
+        cells = []
+        for pair in pairs:
+            some = own.get(pair, [])
+            parts = [
+                _number(fmean(row[where] for row in some), sign=True)
+                for where in ("clean", "shifted")
+                if some
+            ]
+            cells.append(f"{' / '.join(parts)} ({len(some)})" if some else "–")
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return lines
+
+
 def tables(rows: Sequence[Row]) -> str:
     """All tables of the page."""
     parts = []

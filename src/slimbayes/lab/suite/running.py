@@ -68,7 +68,8 @@ def run_suite(
     """Measure the cells that ``output`` lacks, write each as it is done, and return all its rows.
 
     A row whose contender has other settings now than when it was measured is measured again. With a ``budget`` of
-    seconds no cell is begun after it; the next call goes on.
+    seconds no cell is begun after it; the next call goes on. A cell that fails is said, and an error when all others
+    are measured.
     """
     end = None if budget is None else time.monotonic() + budget
     rows = {Cell(row["pair"], row["contender"], row["seed"]): row for row in read_rows(output)}
@@ -80,13 +81,20 @@ def run_suite(
         out = [cell for cell in missing if lacks[cell] == package]
         say(f"{len(out)} cells are left out: they need pip install {package}, in an environment of its own")
     missing = [cell for cell in missing if lacks[cell] is None]
+    failed: list[str] = []
     for count, (cell, row) in enumerate(_measured(missing, (root, device), jobs, end), 1):
+        if isinstance(row, str):
+            failed.append(f"{cell.pair}, {cell.contender}, seed {cell.seed}: {row}")
+            say(f"[{count}/{len(missing)}] failed: {failed[-1]}")
+            continue
         rows[cell] = row
         write_whole(output, _text([rows[key] for key in sorted(rows)]))
         shown = f"NLL {row['clean']['nll']:.4f}, shifted {row['shifted']['nll']:.4f}"
         say(
             f"[{count}/{len(missing)}] {cell.pair}, {cell.contender}, seed {cell.seed}: {shown}, {row['seconds']:.0f} s"
         )
+    if failed:
+        raise ValueError(f"{len(failed)} cells could not be measured: {'; '.join(failed)}")
     return [rows[cell] for cell in sorted(rows)]
 
 
@@ -117,26 +125,34 @@ def described(cell: Cell) -> str:
 
 def _measured(
     missing: list[Cell], where: tuple[str | None, str], jobs: int, end: float | None
-) -> Iterator[tuple[Cell, Row]]:
+) -> Iterator[tuple[Cell, Row | str]]:
     if jobs == 1:
         for cell in missing:
             if end is None or time.monotonic() < end:
-                yield cell, measure_cell(cell, *where)
+                yield cell, _attempt(cell, *where)
         return
     with workers(min(jobs, len(missing)) or 1, _prepare, ()) as pool:
-        waiting: dict[concurrent.futures.Future[Row], Cell] = {}
+        waiting: dict[concurrent.futures.Future[Row | str], Cell] = {}
         rest = iter(missing)
         while True:
             while len(waiting) < jobs and (end is None or time.monotonic() < end):
                 following = next(rest, None)
                 if following is None:
                     break
-                waiting[pool.submit(measure_cell, following, *where)] = following
+                waiting[pool.submit(_attempt, following, *where)] = following
             if not waiting:
                 return
             done, _ = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
                 yield waiting.pop(future), future.result()
+
+
+def _attempt(cell: Cell, root: str | None, device: str) -> Row | str:
+    """The cell's row, or why there is none."""
+    try:
+        return measure_cell(cell, root, device)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _prepare() -> None:

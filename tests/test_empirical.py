@@ -13,7 +13,6 @@ import slimbayes as sb
 from slimbayes.core import distributions as d
 from slimbayes.core.kl import fitted, total_kl
 
-pytestmark = pytest.mark.oldest
 ALPHA, BETA = 2.01, 0.101
 
 

@@ -149,10 +149,13 @@ def test_sigma_at_its_cap(sick):
     assert "clip=10" in next(f.what for f in found if f.kind == "sigma-at-cap")
 
 
-@pytest.mark.parametrize("name", ["MeanField", "KTied", "Rank1", "Cauchy"])
-def test_sigma_at_its_start(name):
+@pytest.mark.parametrize(
+    "method",
+    [*map(METHODS.get, ("MeanField", "KTied", "Rank1", "Cauchy")), sb.MeanField(), sb.KTied(), sb.Rank1()],
+)
+def test_sigma_at_its_start(method):
     torch.manual_seed(2)
-    model = sb.bayesianize(nn.Linear(64, 40), METHODS[name])
+    model = sb.bayesianize(nn.Linear(64, 40), method)
     assert "sigma-at-start" in sb.diagnose(model).kinds
     with torch.no_grad():
         for parameter in model.bayes.parameters():

@@ -45,7 +45,7 @@ def spreads(model: nn.Module) -> Iterator[Finding]:
         if posterior is None or not hasattr(posterior(layer.weight), "scale"):
             continue
         sigma, mean = posterior(layer.weight).scale, layer.weight
-        yield from _at_start(name, "σ", sigma, method)
+        yield from _at_start(name, "σ", sigma, _start(method, mean))
         yield from _size(name, "σ", sigma, mean)
         if isinstance(posterior, NormalPosterior) and posterior.maximum is not None:
             yield from _at_cap(name, positive(posterior.rho), posterior.maximum)
@@ -54,7 +54,7 @@ def spreads(model: nn.Module) -> Iterator[Finding]:
         if isinstance(q, d.Delta):
             continue
         label = f"the scale of factor {which}"
-        yield from _at_start(name, label, q.scale, method_of(record, name))
+        yield from _at_start(name, label, q.scale, _start(method_of(record, name), q.loc))
         if not isinstance(q, d.LogNormal | d.HalfCauchy):  # others have no location to compare with
             yield from _size(name, label, q.scale, q.loc)
         if rule.clip is not None:
@@ -96,13 +96,19 @@ def method_of(record: Record, name: str) -> Method | None:
     return None if index is None else record.methods[index]
 
 
-def _at_start(name: str, label: str, sigma: Tensor, method: Method | None) -> Iterator[Finding]:
+def _start(method: Method | None, mean: Tensor) -> tuple[float, bool] | None:
+    """What the method gave a scale to begin with, around means of this size, and whether at random."""
     if isinstance(method, MeanField | KTied):
-        start, random = method.stddev_init, True
-    elif isinstance(method, Rank1):
-        start, random = dropout_stddev(method.first_rate), method.posterior in ("normal", "lognormal")
-    else:
+        return method.stddev_init * float(method.prior.unit(mean)), True
+    if isinstance(method, Rank1):
+        return dropout_stddev(method.first_rate), method.posterior in ("normal", "lognormal")
+    return None
+
+
+def _at_start(name: str, label: str, sigma: Tensor, known: tuple[float, bool] | None) -> Iterator[Finding]:
+    if known is None:
         return
+    start, random = known
     relative = sigma.double() / start
     if relative.numel() < limits.START_COUNT:
         return

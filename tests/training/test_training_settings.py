@@ -10,7 +10,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.training import Training
-from slimbayes.training.settings import OPTIMIZERS
+from slimbayes.training.settings import LEAST_STEPS, OPTIMIZERS
 
 
 def test_steps_of_the_papers():
@@ -113,7 +113,7 @@ def test_round_trip():
 
 
 WRONG = {
-    "epochs": (0, -1, 1.5, "3", None, True, [3], {}),
+    "epochs": (0, -1, 1.5, "3", True, [3], {}),
     "steps": (0, "3", 2.0, False),
     "batch_size": (0, None, "64"),
     "optimizer": ("lion", None, 3, ["adam"]),
@@ -216,3 +216,16 @@ def test_the_kl_weight_can_grow_in_steps():
         Training(kl_every=0)
     with pytest.raises(ValueError, match="capture must be true or false"):
         Training(capture="yes")
+
+
+def test_small_data_get_a_thousand_steps_and_who_names_epochs_gets_those():
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    quiet = {"batch_size": 20, "progress": False, "log_every": 1000}
+    ends = []
+    for options in ({}, {"epochs": 2}, {"steps": 7}):
+        torch.manual_seed(0)
+        model = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
+        ends.append(sb.fit(model, (x, (x[:, 0] > 0).long()), **options, **quiet).step)
+    assert ends == [LEAST_STEPS, 4, 7]
+    with pytest.raises(ValueError, match="epochs must be a whole number of at least 1, got 0"):
+        Training(epochs=0)

@@ -150,8 +150,7 @@ class Run:
         self.fingerprint = known.fingerprint() if known is not None and folder is not None else ""
         if self.per_epoch == 0:
             raise ValueError("the training data hold no full batch: lower batch_size")
-        planned = settings.epochs * self.per_epoch
-        self.steps = planned if settings.steps is None else settings.steps
+        self.steps = settings.length(self.per_epoch)
         if settings.channels_last and any(isinstance(m, nn.Conv2d) for m in self.model.modules()):
             channels_last(self.model)
         if settings.capture:

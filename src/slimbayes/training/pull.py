@@ -68,7 +68,7 @@ def predicted_spread(
 
 def _times(training: Training, num_data: int, per_epoch: int) -> list[float]:
     """τ at the start and after every epoch."""
-    steps = training.epochs * per_epoch if training.steps is None else training.steps
+    steps = training.length(per_epoch)
     rate = training.lr * training.factor_lr_multiplier / ((1 - training.momentum) * num_data)
     times, now = [0.0], 0.0
     for step in range(steps):

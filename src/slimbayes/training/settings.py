@@ -18,6 +18,8 @@ OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine", "steps")
 ON_NONFINITE = ("stop", "skip")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+LEAST_STEPS = 1000  # of a run whose length nobody chose: 30 epochs of 800 rows are 200 steps, too few
+_EPOCHS = 30
 
 
 def whole_number(value: object) -> bool:
@@ -52,7 +54,7 @@ class Training:
     0.5
     """
 
-    epochs: int = 30
+    epochs: int | None = None  # None: 30, or as many more as small data need for ``LEAST_STEPS``
     steps: int | None = None  # stop after so many steps, whatever the epochs
     batch_size: int = 128  # over all processes
     optimizer: str = "adamw"
@@ -154,7 +156,7 @@ class Training:
         )  # fmt: skip
         for name in (*whole, "devices", "num_nodes", "steps", "checkpoint_every", "early_stopping"):
             value = getattr(self, name)
-            may_miss = name in ("steps", "checkpoint_every", "early_stopping")
+            may_miss = name in ("epochs", "steps", "checkpoint_every", "early_stopping")
             if not (may_miss and value is None) and not (whole_number(value) and value >= 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if not (whole_number(self.workers) and self.workers >= 0):
@@ -188,6 +190,17 @@ class Training:
                 f"kl_start={self.kl_start} goes with a later kl_annealing, by which the KL's weight is whole, and not "
                 f"with {other}"
             )
+
+    def length(self, per_epoch: int) -> int:
+        """The steps of a run over data of so many steps an epoch.
+
+        >>> Training().length(2), Training().length(500), Training(epochs=3).length(2), Training(steps=7).length(2)
+        (1000, 15000, 6, 7)
+        """
+        if self.steps is not None:
+            return self.steps
+        epochs = max(_EPOCHS, -(-LEAST_STEPS // per_epoch)) if self.epochs is None else self.epochs
+        return epochs * per_epoch
 
     def multiplier(self, step: int, steps: int, per_epoch: int) -> float:
         """The learning rate at a step, as a fraction of ``lr``."""

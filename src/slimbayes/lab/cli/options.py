@@ -40,7 +40,12 @@ Network = Annotated[
         help='"wrn(depth=16, width=4)", "dense(hidden=[64])", auto, or package.module:function.',
     ),
 ]
-Epochs = Annotated[int | None, typer.Option("--epochs", min=1, help="Passes over the training data.")]
+Epochs = Annotated[
+    int | None,
+    typer.Option(
+        "--epochs", min=1, help="Passes over the training data; default: 30, and at least 1,000 steps."
+    ),
+]
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Stop after so many steps.")]
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Examples per step, over all devices.")

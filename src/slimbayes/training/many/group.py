@@ -37,7 +37,7 @@ class Group:
         self.members = list(members)
         self.stack = Stack(members, settings, device)
         self._lay_out_data()
-        self.steps = settings.epochs * self.per_epoch if settings.steps is None else settings.steps
+        self.steps = settings.length(self.per_epoch)
         self.on_device = settings.capture  # rates are read there
         self.optimizer = self.stack.optimizer(settings)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -108,7 +108,9 @@ class CompareConfig:
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
     max_test: int | None = None  # evaluate on so many test examples at most
     validation: float | None = None
-    training: Training = field(default_factory=lambda: Training(lr=3e-3, weight_decay=1e-2, batch_size=64))
+    training: Training = field(
+        default_factory=lambda: Training(epochs=30, lr=3e-3, weight_decay=1e-2, batch_size=64)
+    )
 
     def __post_init__(self) -> None:
         lists: dict[str, tuple[str, Callable[[Any], bool]]] = {

@@ -43,7 +43,9 @@ Network = Annotated[
 Epochs = Annotated[
     int | None,
     typer.Option(
-        "--epochs", min=1, help="Passes over the training data; default: 30, and at least 1,000 steps."
+        "--epochs",
+        min=1,
+        help="Passes over the training data; default: 30, and in train at least 1,000 steps.",
     ),
 ]
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Stop after so many steps.")]

@@ -407,6 +407,13 @@ def test_noise_is_that_of_rows_that_were_not_trained_on(heteroscedastic):
     assert 0.82 < share < 0.97
 
 
+def test_noise_of_a_network_that_passes_through_its_rows_is_right():
+    (_, narrow), (_, right) = (
+        overfitted(200, calibrate=c, hidden_layer_sizes=(64, 64)) for c in (False, True)
+    )
+    assert narrow < 0.3 and 0.84 < right < 0.96  # scaled like a second network's, 1.0 of them were inside
+
+
 def test_noise_counts_rows_by_their_weights():
     x = np.random.RandomState(0).randn(400, 1)
     y = np.where(np.arange(400) % 2, 0.1, 3.0) * np.random.RandomState(1).randn(400)

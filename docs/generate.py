@@ -25,7 +25,7 @@ from slimbayes.lab.bench.table import ratio
 from slimbayes.lab.bench.table import title as called
 from slimbayes.lab.experiments import catalogue
 from slimbayes.lab.experiments.pages import stale_pages, write_pages
-from slimbayes.lab.suite.page import details, estimators, study, summary
+from slimbayes.lab.suite.page import details, estimators, intervals, study, summary
 from slimbayes.lab.suite.running import read_rows
 
 DOCS = Path(__file__).parent
@@ -291,9 +291,13 @@ def defaults() -> str:
         half: "\n".join([*summary(rows, half), *details(rows, half)]) for half in ("choosing", "judging")
     }
     tried = read_rows(ROOT / "bench" / "results" / "suite-study.json")
-    return filled(
-        "defaults.md", {**parts, "estimators": "\n".join(estimators(rows)), "study": "\n".join(study(tried))}
-    )
+    more = {
+        "all": summary(rows),
+        "intervals": intervals(rows),
+        "estimators": estimators(rows),
+        "study": study(tried),
+    }
+    return filled("defaults.md", {**parts, **{name: "\n".join(lines) for name, lines in more.items()}})
 
 
 PAGES = {

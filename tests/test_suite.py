@@ -167,3 +167,28 @@ def test_the_page_marks_what_is_worse():
     assert text.index("chosen on") < text.index("looked at once")
     assert "| EMP | +19.0 % |" in text and "| wine-mlp |" in text
     assert "**+0.200 ± 0.000**" in text and "| −0.100 ± 0.000 |" in text
+
+
+def test_the_table_of_all_pairs_takes_both_halves():
+    rows = [*rows_of("wine-mlp", "plain", [1.0, 1.0]), *rows_of("wine-mlp", "EMP", [0.9, 0.9])]
+    rows += [*rows_of("breast-mlp", "plain", [1.0, 1.0]), *rows_of("breast-mlp", "EMP", [1.3, 1.3])]
+    assert "| EMP | +10.0 % | +10.0 % |" in "\n".join(page.summary(rows))
+    assert "| EMP | −10.0 % |" in "\n".join(page.summary(rows, "judging"))
+    assert page.summary(rows)[-1].endswith("| breast-mlp |")
+
+
+def test_intervals_out_of_bounds_by_two_standard_errors_are_marked():
+    def covered(contender, values):
+        figures = {"nll": 0.0, "rmse": 1.0}
+        known = {"pair": "power-mlp", "contender": contender, "half": "choosing", "is": contender}
+        clean = [{**figures, "coverage": value} for value in values]
+        return [{**known, "seed": seed, "clean": one, "shifted": one} for seed, one in enumerate(clean)]
+
+    rows = [*covered("plain", [0.95, 0.95]), *covered("Rank1", [0.942, 0.944]), *covered("EMP", [0.6, 1.0])]
+    lines = page.intervals([*rows, *rows_of("wine-mlp", "plain", [1.0])])
+    # 1,500 test rows: two standard errors are 1.5 points, and more where seeds differ
+    assert lines[0] == "| way | power-mlp |" and "| plain | **95.0** |" in lines
+    assert "| Rank1 | 94.3 |" in lines and "| EMP | 80.0 |" in lines
+    assert "## Intervals" in page.tables(rows) and "## Intervals" not in page.tables(
+        rows_of("wine-mlp", "plain", [1.0])
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple
 from slimbayes.lab.report.statistics import Stat, stat
 from slimbayes.lab.suite.contenders import OURS, PLAIN, RIVALS
 from slimbayes.lab.suite.pairs import PAIRS
+from slimbayes.lab.suite.scores import LEVEL
+from slimbayes.verbs.diagnosis.limits import COVERAGE
 
 Row = dict[str, Any]
-_THEIRS, _OURS = "scikit-learn's MLP", "slimbayes.sklearn"
+_THEIRS, _OURS, _FIT = "scikit-learn's MLP", "slimbayes.sklearn", "sb.fit"
 _PART = 0.01  # of the plain network's NLL: less is no difference that anybody would act on
 
 
@@ -69,9 +72,9 @@ def _number(value: float | None, digits: int = 3, sign: bool = False) -> str:
     return "–" if value is None else f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
 
 
-def summary(rows: Sequence[Row], half: str) -> list[str]:
-    """A line for every contender: its means over the pairs of this half, and the pairs where it is worse."""
-    pairs = [name for name, pair in PAIRS.items() if pair.half == half]
+def summary(rows: Sequence[Row], half: str | None = None) -> list[str]:
+    """A line for every contender: its means over the pairs of a half, or of both, and the pairs where it is worse."""
+    pairs = [name for name, pair in PAIRS.items() if half in (None, pair.half)]
     lines = [
         "| contender | NLL, classes | shifted | NLL, regression | shifted | ECE | shifted | coverage of 90 % "
         "| worse than plain on |",
@@ -170,6 +173,35 @@ def estimators(rows: Sequence[Row]) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
+def intervals(rows: Sequence[Row]) -> list[str]:
+    """What 90 % intervals cover on every regression: by own loop, by the estimators and by ``sb.fit``."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if "coverage" in row["clean"]:
+            found.setdefault((row["contender"], row["pair"]), []).append(100 * row["clean"]["coverage"])
+    pairs = [name for name in PAIRS if (PLAIN, name) in found]
+    if not pairs:
+        return []
+    lines = [f"| way | {' | '.join(pairs)} |", "|---|" + "---:|" * len(pairs)]
+    for name in (PLAIN, *OURS, _OURS, _FIT, _THEIRS):
+        cells = [_covered(pair, found.get((name, pair), [])) for pair in pairs]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _covered(pair: str, values: Sequence[float]) -> str:
+    """The mean in per cent, in bold where it is out of bounds by more than two standard errors of the estimate."""
+    if not values:
+        return "–"
+    share = stat(values)
+    assert share.mean is not None
+    test_rows = PAIRS[pair].data.arguments[2]
+    chance = 100 * math.sqrt(LEVEL * (1 - LEVEL) / test_rows)  # all seeds have the same test rows
+    off = 2 * math.hypot(chance, share.error or 0.0)
+    inside = 100 * COVERAGE[0] - off <= share.mean <= 100 * COVERAGE[1] + off
+    return f"{share.mean:.1f}" if inside else f"**{share.mean:.1f}**"
+
+
 def study(rows: Sequence[Row]) -> list[str]:
     """A line for every setting that was tried, by pair: NLL less the plain network's, clean / shifted (seeds)."""
     pairs = [name for name, pair in PAIRS.items() if pair.half == "choosing"]
@@ -193,13 +225,15 @@ def study(rows: Sequence[Row]) -> list[str]:
 
 def tables(rows: Sequence[Row]) -> str:
     """All tables of the page."""
-    parts = []
+    parts = ["## All pairs", "", *summary(rows), ""]
     for half, title in (
         ("choosing", "The pairs that defaults were chosen on"),
         ("judging", "The pairs looked at once, at the end"),
     ):
         if any(row["half"] == half for row in rows):
             parts += [f"## {title}", "", *summary(rows, half), *details(rows, half), ""]
+    if own := intervals(rows):
+        parts += ["## Intervals", "", *own, ""]
     if own := estimators(rows):
         parts += ["## Estimators", "", *own, ""]
     return "\n".join(parts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +18,11 @@ def workers(
     """A pool of fresh processes, each made ready by ``initializer(*arguments)``.
 
     When the block raises, an interruption included, the processes are ended at once: else the caller would wait for
-    work that is in progress or about to start. They are spawned, because CUDA does not survive a fork.
+    work that is in progress or about to start. They end with the caller, too, however it was ended. They are spawned,
+    because CUDA does not survive a fork.
     """
     pool = concurrent.futures.ProcessPoolExecutor(
-        number, multiprocessing.get_context("spawn"), initializer, arguments
+        number, multiprocessing.get_context("spawn"), _begin, (initializer, arguments)
     )
     try:
         yield pool
@@ -29,3 +32,16 @@ def workers(
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin(initializer: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    initializer(*arguments)
+
+
+def _end_with_caller() -> None:
+    """A caller that was killed ends nobody, and its processes would train on, and then wait for ever."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)

@@ -85,7 +85,7 @@ def summary(rows: Sequence[Row], half: str | None = None) -> list[str]:
         if not own:
             continue
         gains = [
-            _gain(own, rows, regression, where)
+            _shown(gain(rows, name, regression, where, half), regression)
             for regression in (False, True)
             for where in ("clean", "shifted")
         ]
@@ -99,16 +99,31 @@ def summary(rows: Sequence[Row], half: str | None = None) -> list[str]:
     return lines
 
 
-def _gain(own: Sequence[Difference], rows: Sequence[Row], regression: bool, where: str) -> str:
-    """Of classes the mean over pairs in per cent of the plain network's NLL, of regressions the median in nats."""
-    some = [one for one in own if ("coverage" in _first(rows, one.pair)["clean"]) == regression]
+def gain(
+    rows: Sequence[Row], contender: str, regression: bool, where: str, half: str | None = None
+) -> float | None:
+    """Of classes the mean over pairs in parts of the plain network's NLL, of regressions the median in nats."""
+    some = [
+        one
+        for one in differences(rows, contender)
+        if half in (None, PAIRS[one.pair].half) and _is_regression(rows, one.pair) == regression
+    ]
     if not some:
-        return "–"
+        return None
     if regression:
-        return _number(median(getattr(one, where).mean for one in some), sign=True)
+        return float(median(getattr(one, where).mean for one in some))
     plain = [_mean(rows, [one.pair], PLAIN, where, "nll") or 1.0 for one in some]
-    parts = [getattr(one, where).mean / base for one, base in zip(some, plain, strict=True)]
-    return f"{_number(100 * fmean(parts), 1, sign=True)} %"
+    return fmean(getattr(one, where).mean / base for one, base in zip(some, plain, strict=True))
+
+
+def _shown(gained: float | None, regression: bool) -> str:
+    if gained is None or regression:
+        return _number(gained, sign=True)
+    return f"{_number(100 * gained, 1, sign=True)} %"
+
+
+def _is_regression(rows: Sequence[Row], pair: str) -> bool:
+    return "coverage" in _first(rows, pair)["clean"]
 
 
 def _first(rows: Sequence[Row], pair: str) -> Row:
@@ -154,7 +169,7 @@ def estimators(rows: Sequence[Row]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for one in differences(rows, _OURS, _THEIRS):
-        figure = "coverage" if "coverage" in _first(rows, one.pair)["clean"] else "ece"
+        figure = "coverage" if _is_regression(rows, one.pair) else "ece"
         theirs = [
             row["clean"][figure] for row in rows if (row["pair"], row["contender"]) == (one.pair, _THEIRS)
         ]

@@ -296,6 +296,7 @@ def defaults() -> str:
         "intervals": intervals(rows),
         "estimators": estimators(rows),
         "study": study(tried),
+        "starts": study(tried, "starts"),
     }
     return filled("defaults.md", {**parts, **{name: "\n".join(lines) for name, lines in more.items()}})
 

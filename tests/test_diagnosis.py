@@ -106,18 +106,29 @@ def test_not_finite(sick, data):
 @pytest.mark.parametrize("name", ["Rank1", "Cauchy", "BatchEnsemble"])
 def test_collapsed_components(sick, name):
     model = sick(name)
-    model[0].bayes.r.loc[:] = model[0].bayes.r.loc[0] + 1e-3 * torch.randn(3, 16)
-    first = only(sb.diagnose(model), "components-collapsed", "0")
-    assert first.value == pytest.approx(1e-3, rel=0.5) and "factor r" in first.what
+    factors = [factor for layer in (model[0], model[3]) for factor in (layer.bayes.r, layer.bayes.s)]
+    for factor in factors[1:]:
+        factor.loc[:] = factor.loc[0] + 1e-3 * torch.randn_like(factor.loc)
+    assert sb.diagnose(model).ok  # apart in one factor, they are different networks
+    factors[0].loc[:] = factors[0].loc[0] + 1e-3 * torch.randn_like(factors[0].loc)
+    found = sb.diagnose(model).findings
+    assert [(one.kind, one.layer) for one in found] == [("components-collapsed", name) for name in "0033"]
+    assert found[0].value == pytest.approx(1e-3, rel=0.5) and "factor r" in found[0].what
+
+
+def test_components_that_begin_apart_in_one_layer_are_not_collapsed():
+    assert "components-collapsed" not in sb.diagnose(sb.bayesianize(network(), sb.Rank1())).kinds
 
 
 @torch.no_grad()
 def test_components_hidden_by_their_own_noise(sick):
     model = sick("Rank1")
-    spread = model[0].bayes.s
-    spread.loc[:] = 1 + 0.02 * torch.randn(3, 8)
+    factors = [factor for layer in (model[0], model[3]) for factor in (layer.bayes.r, layer.bayes.s)]
+    for factor in factors:
+        factor.loc[:] = 1 + 0.02 * torch.randn_like(factor.loc)
     assert sb.diagnose(model).ok
-    spread.spread.rho.fill_(0.5)  # a scale of about 1
+    for factor in factors:
+        factor.spread.rho.fill_(0.5)  # a scale of about 1
     assert "components-collapsed" in sb.diagnose(model).kinds
 
 

@@ -83,6 +83,18 @@ def test_when_it_is_said(spreads, warned):
     assert bool(said) == warned
 
 
+def test_components_that_are_apart_in_one_factor_are_not_one():
+    model = sb.bayesianize(nn.Sequential(nn.Linear(300, 4), nn.Linear(4, 4)), sb.Rank1(components=3))
+    rows = [{"step": 1.0, "component_spread": spread} for spread in (0.5, 0.009)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_collapse(rows, {}, model)
+    with torch.no_grad():
+        model[0].bayes.s.loc.fill_(1.0)
+    with pytest.warns(UserWarning, match="have become one"):
+        warn_of_collapse(rows, {}, model)
+
+
 def test_a_collapse_before_the_first_row():
     """A prior so narrow that all components are at 1 when the run is first looked at."""
     torch.manual_seed(0)

@@ -82,7 +82,7 @@ def log(run: Run, epoch: int, rate: float, ended: bool) -> None:
             row.update(_validate(run))
     run.history.add(row)
     if run.fabric.is_global_zero:
-        warn_of_collapse(run.history.rows, run.start)
+        warn_of_collapse(run.history.rows, run.start, run.model)
     if run.logger is not None:
         named = {f"train/{k}": v for k, v in row.items() if k != "step"}
         try:

@@ -58,6 +58,14 @@ class Shared:
     leaders: dict[int, Tensor] = field(
         default_factory=dict
     )  # the first weight of a layer, by all its tensors
+    asked: set[str] = field(default_factory=set)
+
+    def is_first(self, role: str) -> bool:
+        """Whether nobody has asked so far in this conversion."""
+        if role in self.asked:
+            return False
+        self.asked.add(role)
+        return True
 
     def join(self, tensors: list[Tensor]) -> None:
         """These are the tensors of one layer with several weights: what there is one of per layer, they share."""

@@ -36,6 +36,7 @@ from slimbayes.sequences.kernels import Several
 
 REDUCTIONS = ("sum", "mean", "monte_carlo")
 SIDES = ("both", "input", "output")
+_APART = -0.5  # how far components begin apart in the first layer: as Neutral(0.5) has them
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ class Rank1(Method):
 
     ``posterior``: "normal", "cauchy", "lognormal", "halfcauchy" or "delta". ``prior=Neutral(scale)`` is the posterior's
     own family at location 1 (0 in log-space, and for additive perturbations); None is that with scale 0.1, the paper's.
-    ``random_sign_init`` v > 0 starts locations at ±1 with probability v of +1, v ≤ 0 at Normal(1, |v|): the default
-    starts them as its prior has them.
+    ``random_sign_init`` v > 0 starts locations at ±1 with probability v of +1, v ≤ 0 at Normal(1, |v|). None sets the
+    components apart in the first converted layer alone, in its input factor, at Normal(1, 0.5²), and starts all others
+    at 1: from there they part by themselves, and the network begins near the one that was given.
     ``dropout_rate`` p starts σ at sqrt(p/(1 − p)); None is 0.01, and 1e-6 for Cauchys, whose tails are heavy.
     ``kl_reduction``: "sum" over components as the reference, "mean" (the convexity bound), or "monte_carlo" (the KL of
     the joint mixture). ``clip`` bounds samples.
@@ -89,7 +91,7 @@ class Rank1(Method):
     prior: priors.Prior | None = priors.Neutral(0.5)
     factors: str = "both"
     perturbation: str = "multiplicative"
-    random_sign_init: float = -0.5
+    random_sign_init: float | None = None
     dropout_rate: float | None = None
     kl_reduction: str = "mean"
     clip: float | None = 10.0
@@ -97,7 +99,7 @@ class Rank1(Method):
     train_base: bool = True
     random: str = field(default="both", metadata=LATER)
     temperature: float = field(default=1.0, metadata=LATER)
-    spread_rate: float = field(default=10.0, metadata=LATER)
+    spread_rate: float = field(default=20.0, metadata=LATER)
 
     def __post_init__(self) -> None:
         check_least("temperature", self.temperature)
@@ -117,10 +119,11 @@ class Rank1(Method):
                 f"{self._neutral:g}, of no size of their own; use prior=sb.Neutral(0.5) for the posterior's own family "
                 f"there, or sb.KTied()"
             )
-        _check_sign_init(self.random_sign_init)
+        if self.random_sign_init is not None:
+            _check_sign_init(self.random_sign_init)
         if self.posterior != "delta":
             posteriors.dropout_stddev(self.first_rate)
-        if self.perturbation == "additive" and self.random_sign_init > 0:
+        if self.perturbation == "additive" and (self.random_sign_init or 0) > 0:
             raise ValueError(
                 f"random_sign_init={self.random_sign_init} draws ±1, which has no meaning for additive "
                 f"factors around 0; use a value ≤ 0, the standard deviation of their start"
@@ -199,10 +202,11 @@ class Rank1(Method):
         """Add the factors and one bias per component."""
         inputs = sum(slot.size for slot in layer.input_slots)
         output = inner = None
+        starts = self._starts(shared)
         if self.factors != "input":
-            output = self._factor(layer.output_size, layer.weight, self.random == "input")
+            output = self._factor(layer.output_size, layer.weight, self.random == "input", starts["output"])
         if self.factors != "output":
-            inner = self._factor(inputs, layer.weight, self.random == "output")
+            inner = self._factor(inputs, layer.weight, self.random == "output", starts["input"])
         add_component_axis(layer, "bias", self.components, shared)
         additive = self.perturbation == "additive"
         return Rank1Rule(name, self.components, output, inner, additive, self.clip, self.kl_reduction)
@@ -216,13 +220,20 @@ class Rank1(Method):
             return _own_prior(FAMILIES[self.posterior], self._neutral, self.prior)
         return self.prior
 
-    def _factor(self, size: int, like: Tensor, point: bool) -> Factor:
+    def _starts(self, shared: Shared) -> dict[str, float]:
+        """The ``random_sign_init`` of either factor of the next layer."""
+        if self.random_sign_init is not None:
+            return dict.fromkeys(("input", "output"), self.random_sign_init)
+        apart = "output" if self.factors == "output" else "input"
+        return {"input": 0.0, "output": 0.0, **({apart: _APART} if shared.is_first("components") else {})}
+
+    def _factor(self, size: int, like: Tensor, point: bool, start: float) -> Factor:
         neutral, shape = self._neutral, (self.components, size)
         prior = self._prior()
         family = FAMILIES[self.posterior]
         if point or self.posterior == "delta":
             return Factor(
-                start_locations(shape, self.random_sign_init, neutral, like),
+                start_locations(shape, start, neutral, like),
                 posteriors.DeltaPosterior(),
                 prior,
             )
@@ -230,7 +241,7 @@ class Rank1(Method):
         if family.edge:
             edge = torch.full(shape, prior.loc, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
             return Factor(edge, spread, prior, trainable=False)
-        return Factor(start_locations(shape, self.random_sign_init, neutral, like), spread, prior)
+        return Factor(start_locations(shape, start, neutral, like), spread, prior)
 
 
 @dataclass(frozen=True)

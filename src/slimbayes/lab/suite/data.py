@@ -159,6 +159,8 @@ def _shuffled(name: str, root: str | None) -> tuple[dict[str, list[dict[str, Any
     path = require(root, (f"{name}.jsonl.gz",), name, "see docs/data.md")
     with gzip.open(path, "rt") as file:
         rows: list[dict[str, Any]] = [json.loads(line) for line in file]
+    for row in rows:
+        row.setdefault("text", f"{row.get('question')} {row.get('passage')}")  # of BoolQ
     order = np.random.default_rng(0).permutation(len(rows))
     parts = {part: [rows[i] for i in order if rows[i]["split"] == part] for part in ("train", "test")}
     return parts, {label: i for i, label in enumerate(sorted({row["label"] for row in rows}, key=str))}

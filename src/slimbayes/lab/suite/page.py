@@ -217,9 +217,11 @@ def _covered(pair: str, values: Sequence[float]) -> str:
     return f"{share.mean:.1f}" if inside else f"**{share.mean:.1f}**"
 
 
-def study(rows: Sequence[Row]) -> list[str]:
+def study(rows: Sequence[Row], name: str | None = None) -> list[str]:
     """A line for every setting that was tried, by pair: NLL less the plain network's, clean / shifted (seeds)."""
-    pairs = [name for name, pair in PAIRS.items() if pair.half == "choosing"]
+    rows = [row for row in rows if row.get("study") == name]
+    tried = {row["pair"] for row in rows}
+    pairs = [pair for pair in PAIRS if pair in tried]
     found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         found.setdefault(row["variant"], {}).setdefault(row["pair"], []).append(row)
@@ -245,7 +247,7 @@ def tables(rows: Sequence[Row]) -> str:
         ("choosing", "The pairs that defaults were chosen on"),
         ("judging", "The pairs looked at once, at the end"),
     ):
-        if any(row["half"] == half for row in rows):
+        if any(PAIRS[row["pair"]].half == half for row in rows):
             parts += [f"## {title}", "", *summary(rows, half), *details(rows, half), ""]
     if own := intervals(rows):
         parts += ["## Intervals", "", *own, ""]

@@ -36,8 +36,6 @@ _CHOOSING = (
     Pair("breast-mlp", of(table, "breast_cancer", 400, 169), mlp(50, 1), 60, 0.05, 32, "sgd"),
     Pair("physionet-gru", of(stays, 2000, 1500), recurrent(nn.GRU, 32), 6, 3e-3),
     Pair("newsgroups-transformer", of(texts, "newsgroups", 3000, 1000, 40, 4000), transformer(), 6, 2e-3),
-)  # fmt: skip
-_JUDGING = (
     Pair("cifar-cnn-gn", of(images, "cifar10", 20_000, 1000), cnn("group"), 3, 2e-3, 128),
     Pair("cifar-resnet", of(images, "cifar10", 2000, 1000), resnet(), 15, 0.05, 64, "sgd"),
     Pair("mnist-cnn-bn", of(images, "mnist", 2000, 1000), cnn("batch"), 6, 2e-3),
@@ -49,5 +47,19 @@ _JUDGING = (
     Pair("imdb-lstm", of(reviews, 4000, 1500, 60, 5000), recurrent(nn.LSTM, 48), 4, 3e-3),
     Pair("headlines-transformer", of(texts, "headlines", 6000, 1500, 20, 6000), transformer(), 3, 1e-3),
     Pair("headlines-adapter", of(encoded, "headlines", 2000, 1500), adapter(), 10, 1e-3, needs=ENCODER),
+)  # fmt: skip
+_JUDGING = (
+    Pair("cifar100-resnet", of(images, "cifar100", 3000, 1000), resnet(), 8, 2e-3),
+    Pair("digits-cnn", of(images, "digits", 1200, 350), cnn("batch"), 20, 0.05, 64, "sgd"),
+    Pair("mnist-deep", of(images, "mnist", 5000, 1000), mlp(128, 4), 5, 1e-3),
+    Pair("boston-mlp", of(table, "uci/boston", 400, 100), mlp(50, 1), 80, 0.01, 32, "sgd"),
+    Pair("naval-mlp", of(table, "uci/naval", 8000, 1500), mlp(), 10, 1e-3, 128),
+    Pair("red-wine-mlp", of(table, "uci/wine", 1300, 290), mlp(), 40, 2e-3),
+    Pair("yacht-mlp", of(table, "uci/yacht", 240, 60), mlp(50, 1), 100, 5e-3, 32),
+    Pair("diabetes-mlp", of(table, "diabetes", 342, 100), mlp(32, 2), 40, 2e-3, 32),
+    Pair("adult-deep", of(table, "adult", 20_000, 3000), mlp(128, 3), 3, 0.05, 128, "sgd"),
+    Pair("imdb-gru", of(reviews, 6000, 1500, 80, 8000), recurrent(nn.GRU, 32), 3, 1e-3),
+    Pair("boolq-transformer", of(texts, "boolq", 3000, 1500, 40, 6000), transformer(), 3, 1e-3),
+    Pair("newsgroups-adapter", of(encoded, "newsgroups", 3000, 1000), adapter(), 6, 3e-3, needs=ENCODER),
 )  # fmt: skip
 PAIRS = {pair.name: pair for pair in (*_CHOOSING, *(replace(pair, half="judging") for pair in _JUDGING))}

@@ -175,4 +175,4 @@ def measure_cell(cell: Cell, root: str | None, device: str = "cpu") -> Row:
         where: {name: round(value, 5) for name, value in part.items()}
         for where, part in measure(answer, task).items()
     }
-    return {**cell._asdict(), "half": pair.half, "is": described(cell), "seconds": seconds, **figures}
+    return {**cell._asdict(), "is": described(cell), "seconds": seconds, **figures}

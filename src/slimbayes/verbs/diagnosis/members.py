@@ -23,7 +23,11 @@ _ONE = "Their mixture is no better than one of them: it costs K times as much fo
 
 
 def components(model: nn.Module) -> Iterator[Finding]:
-    """Components of rank-1 factors that are copies, or hidden by their own noise."""
+    """Components of rank-1 factors that are copies, or hidden by their own noise: where they are so in every factor.
+
+    A single factor in which they are apart makes them different networks, and by default they begin apart in one.
+    """
+    found: list[Finding] = []
     for name, which, factor, _ in rank1_factors(model):
         q = factor()
         if len(factor.loc) < 2 or isinstance(
@@ -33,15 +37,17 @@ def components(model: nn.Module) -> Iterator[Finding]:
         spread = float(factor.loc.double().std(0).mean())
         scale = 0.0 if isinstance(q, d.Delta) else float(q.scale.double().mean())
         limit = max(limits.COLLAPSED, limits.OVERLAP * scale)
-        if spread < limit:
-            beside = f", their own scale {scale:.2g}" if scale else ""
-            yield Finding(
-                "components-collapsed", "warning", name,
-                f"the components of factor {which} are {spread:.2g} apart on average{beside}",
-                _ONE,
-                "Anneal the KL later or more slowly, use kl_reduction='mean', or widen the prior (docs/collapse.md)",
-                spread, limit,
-            )  # fmt: skip
+        if spread >= limit:
+            return
+        beside = f", their own scale {scale:.2g}" if scale else ""
+        found.append(Finding(
+            "components-collapsed", "warning", name,
+            f"the components of factor {which} are {spread:.2g} apart on average{beside}",
+            _ONE,
+            "Anneal the KL later or more slowly, use kl_reduction='mean', or widen the prior (docs/collapse.md)",
+            spread, limit,
+        ))  # fmt: skip
+    yield from found
 
 
 def patches(model: nn.Module) -> Iterator[Finding]:

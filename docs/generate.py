@@ -25,7 +25,7 @@ from slimbayes.lab.bench.table import ratio
 from slimbayes.lab.bench.table import title as called
 from slimbayes.lab.experiments import catalogue
 from slimbayes.lab.experiments.pages import stale_pages, write_pages
-from slimbayes.lab.suite.page import details, estimators, intervals, study, summary
+from slimbayes.lab.suite.page import details, estimators, intervals, study, summary, worse
 from slimbayes.lab.suite.running import read_rows
 
 DOCS = Path(__file__).parent
@@ -293,6 +293,7 @@ def defaults() -> str:
     tried = read_rows(ROOT / "bench" / "results" / "suite-study.json")
     more = {
         "all": summary(rows),
+        "worse": worse(rows),
         "intervals": intervals(rows),
         "estimators": estimators(rows),
         "study": study(tried),

@@ -99,7 +99,12 @@ def test_the_runs(wine):
             assert {name: set(rows) for name, rows in run["shifted"].items()} == {
                 "noise": {"1", "4"}, "covariate": {"1", "4"},
             }  # fmt: skip
-            assert all(set(m) == metrics for rows in run["shifted"].values() for m in rows.values())
+            # Of 30 rows no bin need have five, and then there is no ECE of bins with as many.
+            assert all(
+                metrics - {"ece_20"} <= set(m) <= metrics
+                for rows in run["shifted"].values()
+                for m in rows.values()
+            )
             for where, count in (("clean", 30), ("shifted", 120)):
                 assert sum(run["reliability"][where]["count"]) == count
                 assert sum(run["entropy"][where]) == count

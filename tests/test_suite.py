@@ -143,7 +143,7 @@ def test_what_needs_another_package_is_left_out(short, tmp_path, monkeypatch):
 
 
 def rows_of(pair, contender, values):
-    known = {"pair": pair, "contender": contender, "half": PAIRS[pair].half, "is": contender}
+    known = {"pair": pair, "contender": contender, "is": contender}
     rest = {"accuracy": 0.9, "ece": 0.01}
     return [
         {**known, "seed": seed, "clean": {"nll": value, **rest}, "shifted": {"nll": 2 * value, **rest}}
@@ -152,43 +152,59 @@ def rows_of(pair, contender, values):
 
 
 def test_worse_is_two_standard_errors_and_one_per_cent():
-    plain = rows_of("wine-mlp", "plain", [1.0, 1.1, 0.9])
-    within_noise = page.differences([*plain, *rows_of("wine-mlp", "EMP", [1.3, 1.0, 0.9])], "EMP")[0]
-    small = page.differences([*plain, *rows_of("wine-mlp", "EMP", [1.005, 1.105, 0.905])], "EMP")[0]
-    clear = page.differences([*plain, *rows_of("wine-mlp", "EMP", [1.05, 1.15, 0.96])], "EMP")[0]
+    plain = rows_of("mnist-deep", "plain", [1.0, 1.1, 0.9])
+    within_noise = page.differences([*plain, *rows_of("mnist-deep", "EMP", [1.3, 1.0, 0.9])], "EMP")[0]
+    small = page.differences([*plain, *rows_of("mnist-deep", "EMP", [1.005, 1.105, 0.905])], "EMP")[0]
+    clear = page.differences([*plain, *rows_of("mnist-deep", "EMP", [1.05, 1.15, 0.96])], "EMP")[0]
     assert (within_noise.worse, small.worse, clear.worse) == (False, False, True)
     assert clear.clean.mean == pytest.approx(0.16 / 3) and clear.plain == pytest.approx(1.0)
 
 
 def test_the_page_marks_what_is_worse():
-    rows = [*rows_of("wine-mlp", "plain", [1.0, 1.1]), *rows_of("wine-mlp", "EMP", [1.2, 1.3])]
+    rows = [*rows_of("mnist-deep", "plain", [1.0, 1.1]), *rows_of("mnist-deep", "EMP", [1.2, 1.3])]
     rows += [*rows_of("breast-mlp", "plain", [0.5, 0.6]), *rows_of("breast-mlp", "EMP", [0.4, 0.5])]
     text = page.tables(rows)
     assert text.index("chosen on") < text.index("looked at once")
-    assert "| EMP | +19.0 % |" in text and "| wine-mlp |" in text
+    assert "| EMP | +19.0 % |" in text and "| mnist-deep |" in text
     assert "**+0.200 ± 0.000**" in text and "| −0.100 ± 0.000 |" in text
 
 
 def test_the_table_of_all_pairs_takes_both_halves():
-    rows = [*rows_of("wine-mlp", "plain", [1.0, 1.0]), *rows_of("wine-mlp", "EMP", [0.9, 0.9])]
+    rows = [*rows_of("mnist-deep", "plain", [1.0, 1.0]), *rows_of("mnist-deep", "EMP", [0.9, 0.9])]
     rows += [*rows_of("breast-mlp", "plain", [1.0, 1.0]), *rows_of("breast-mlp", "EMP", [1.3, 1.3])]
     assert "| EMP | +10.0 % | +10.0 % |" in "\n".join(page.summary(rows))
     assert "| EMP | −10.0 % |" in "\n".join(page.summary(rows, "judging"))
     assert page.summary(rows)[-1].endswith("| breast-mlp |")
 
 
+def test_what_is_worse_is_named_with_its_figures():
+    rows = [*rows_of("mnist-deep", "plain", [1.0, 1.0]), *rows_of("mnist-deep", "EMP", [1.2, 1.2])]
+    rows += [*rows_of("breast-mlp", "plain", [0.5, 0.6]), *rows_of("breast-mlp", "EMP", [0.4, 0.5])]
+    rows += rows_of("breast-mlp", "Rank1", [0.4, 0.5])
+    assert page.worse(rows)[2:] == ["| Rank1 | 1 | none |", "| EMP | 2 | mnist-deep (+0.200 ± 0.000) |"]
+
+
+def test_studies_are_tables_of_their_own():
+    known = {"pair": "breast-mlp", "seed": 0, "clean": 0.1, "shifted": -0.2}
+    rows = [{**known, "variant": "a"}, {**known, "variant": "b", "pair": "mnist-cnn", "study": "starts"}]
+    assert page.study(rows)[0] == "| setting | breast-mlp |" and page.study(rows)[2:] == [
+        "| a | +0.100 / −0.200 (1) |"
+    ]
+    assert page.study(rows, "starts")[0] == "| setting | mnist-cnn |"
+
+
 def test_intervals_out_of_bounds_by_two_standard_errors_are_marked():
     def covered(contender, values):
         figures = {"nll": 0.0, "rmse": 1.0}
-        known = {"pair": "power-mlp", "contender": contender, "half": "choosing", "is": contender}
+        known = {"pair": "power-mlp", "contender": contender, "is": contender}
         clean = [{**figures, "coverage": value} for value in values]
         return [{**known, "seed": seed, "clean": one, "shifted": one} for seed, one in enumerate(clean)]
 
     rows = [*covered("plain", [0.95, 0.95]), *covered("Rank1", [0.942, 0.944]), *covered("EMP", [0.6, 1.0])]
-    lines = page.intervals([*rows, *rows_of("wine-mlp", "plain", [1.0])])
+    lines = page.intervals([*rows, *rows_of("mnist-deep", "plain", [1.0])])
     # 1,500 test rows: two standard errors are 1.5 points, and more where seeds differ
     assert lines[0] == "| way | power-mlp |" and "| plain | **95.0** |" in lines
     assert "| Rank1 | 94.3 |" in lines and "| EMP | 80.0 |" in lines
     assert "## Intervals" in page.tables(rows) and "## Intervals" not in page.tables(
-        rows_of("wine-mlp", "plain", [1.0])
+        rows_of("mnist-deep", "plain", [1.0])
     )

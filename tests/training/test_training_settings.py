@@ -89,7 +89,7 @@ def test_optimizer_groups(kind):
     assert {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()} == {
         "decayed": (0.1, 0.01),
         "factors": (pytest.approx(0.3), 0.0),
-        "factors, 10 times as fast": (pytest.approx(3.0), 0.0),
+        "factors, 20 times as fast": (pytest.approx(6.0), 0.0),
         "likelihood": (0.1, 0.0),
     }
     assert type(optimizer).__name__.lower() == kind

@@ -75,7 +75,7 @@ def take_up(run: Run) -> list[Row]:
 
 def _put_back(run: Run, path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> list[Row]:
     # Settings that are newer than the file had no other value than their default.
-    facts["settings"] = {**bound(Training()), **facts["settings"]}
+    facts["settings"] = settled({**bound(Training()), **facts["settings"]})
     facts["data"] = facts.get("data") or run.fingerprint  # earlier versions did not look at streamed data
     for key, value in _identity(run).items():
         if facts.get(key) != value:
@@ -152,7 +152,14 @@ def method_text(record: Record) -> str:
 def bound(settings: Training, free: Sequence[str] = FREE) -> dict[str, Any]:
     """The settings that a resumed run must share, as JSON gives them back."""
     found = {name: value for name, value in settings.to_dict().items() if name not in free}
-    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+    return settled(json.loads(json.dumps(found)))
+
+
+def settled(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without the epochs where the steps are given, which decide: the default of epochs was another once."""
+    return {
+        name: value for name, value in settings.items() if name != "epochs" or settings.get("steps") is None
+    }
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

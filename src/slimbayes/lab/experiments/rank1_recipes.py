@@ -301,7 +301,7 @@ def train(session: Session, job: Job) -> Trained:
     with_precision(session)
     made, prepared = recipe(session, job.setting, job.label), prepare(session, job.setting)
     each = max(1, len(prepared.data.train) // made.training.batch_size)
-    steps = made.training.steps or made.training.epochs * each
+    steps = made.training.length(each)
     size = size_of(job.setting, session.scale)
     probe = progress(session, size.probed)
     return session.trained(made, prepared, job.seed, probe, max(1, steps // size.probes))

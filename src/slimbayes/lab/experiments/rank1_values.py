@@ -47,10 +47,11 @@ def factor_values(method: Rank1) -> Values:
     [4.0, 1.0, 0.1, 0.001, -0.5]
     """
     prior: Any = method.prior
+    start: Any = method.random_sign_init  # a number: the paper names it
     return {
         "components": float(method.components), "prior mean": float(prior.loc),
         "prior standard deviation": float(prior.scale),
-        "dropout rate at the start": method.first_rate, "random sign init": method.random_sign_init,
+        "dropout rate at the start": method.first_rate, "random sign init": start,
     }  # fmt: skip
 
 

@@ -162,6 +162,17 @@ def _cell(one: Difference | None, where: str) -> str:
     return f"**{text}**" if where == "clean" and one.worse else text
 
 
+def worse(rows: Sequence[Row]) -> list[str]:
+    """A line for each of our methods: the pairs where its default is worse than the plain network, and by how much."""
+    lines = ["| method | pairs | worse on |", "|---|---:|---|"]
+    for name in OURS:
+        own = differences(rows, name)
+        found = ", ".join(f"{one.pair} ({_cell(one, 'clean').strip('*')})" for one in own if one.worse)
+        if own:
+            lines.append(f"| {name} | {len(own)} | {found or 'none'} |")
+    return lines
+
+
 def estimators(rows: Sequence[Row]) -> list[str]:
     """Our estimators beside scikit-learn's on every table: NLL, and ECE or coverage."""
     lines = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from slimbayes.core.conversion import find_record
 from slimbayes.core.likelihoods import Likelihood
 from slimbayes.files import shortened
-from slimbayes.training.keeping import FREE, bound, method_text
+from slimbayes.training.keeping import FREE, bound, method_text, settled
 from slimbayes.training.many.group import Group
 from slimbayes.training.settings import Training
 from slimbayes.training.state import optimizer_tensors, remove_partial, restore_optimizer
@@ -67,7 +67,7 @@ def take_up(run: Run, resume: bool) -> None:
 
 def _put_back(run: Run, path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     # Settings that are newer than the file had no other value than their default.
-    facts["settings"] = {**bound(Training(), _FREE), **facts["settings"]}
+    facts["settings"] = settled({**bound(Training(), _FREE), **facts["settings"]})
     for key, now in _identity(run).items():
         if facts.get(key) != now:
             raise CheckpointError(

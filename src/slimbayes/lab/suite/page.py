@@ -253,7 +253,7 @@ def study(rows: Sequence[Row], name: str | None = None) -> list[str]:
 
 def tables(rows: Sequence[Row]) -> str:
     """All tables of the page."""
-    parts = ["## All pairs", "", *summary(rows), ""]
+    parts = ["## All pairs", "", *summary(rows), "", *worse(rows), ""]
     for half, title in (
         ("choosing", "The pairs that defaults were chosen on"),
         ("judging", "The pairs looked at once, at the end"),

@@ -66,3 +66,15 @@ def test_every_pair_has_five_seeds_of_everything(rows):
     wanted = {(pair, name) for pair in PAIRS for name in EVERYTHING if suits(name, PAIRS[pair])}
     assert set(seeds) == wanted
     assert {key for key, found in seeds.items() if len(found) < 5} == set()
+
+
+def test_figures_in_the_text_of_the_page_are_those_of_its_rows(rows):
+    text = " ".join((ROOT / "docs" / "defaults.md").read_text(encoding="utf-8").split())
+    clean, shifted = (-100 * gain(rows, "KTied", False, where) for where in ("clean", "shifted"))
+    new = 100 * gain(rows, "KTied", False, "shifted", "judging")
+    assert (
+        f"`KTied` is {clean:.1f} % below the plain network and {shifted:.1f} % below it under shift" in text
+    )
+    assert f"did not show on classes (+{new:.1f} %)" in text
+    assert abs(gain(rows, "ensemble of 5", False, "clean") - gain(rows, "Rank1", False, "clean")) < 0.01
+    assert gain(rows, "EMP", False, "clean") < 0 and abs(gain(rows, "ECMP", False, "clean")) < 0.001

@@ -79,7 +79,7 @@ def test_when_it_is_said(spreads, warned):
     rows = [{"step": 1.0}, *({"step": 2.0 + i, "component_spread": s} for i, s in enumerate(spreads))]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        warn_of_collapse(rows, {})
+        warn_of_collapse(rows, {}, sb.bayesianize(nn.Linear(3, 2), sb.Rank1(random_sign_init=1.0)))
     assert bool(said) == warned
 
 

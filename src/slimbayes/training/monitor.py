@@ -77,7 +77,7 @@ def _spreads(model: nn.Module) -> list[float]:
     return [value for layer in component_spread(model).values() for value in layer.values()]
 
 
-def warn_of_collapse(rows: list[Row], start: Row, model: nn.Module | None = None) -> None:
+def warn_of_collapse(rows: list[Row], start: Row, model: nn.Module) -> None:
     """Warn where the last row is the first in which components are no longer apart, though they once were.
 
     ``start``: the spread before the first step of this call. Where ``model`` has them apart in any of its factors, they
@@ -86,7 +86,7 @@ def warn_of_collapse(rows: list[Row], start: Row, model: nn.Module | None = None
     spreads = [row["component_spread"] for row in (start, *rows) if "component_spread" in row]
     if len(spreads) < 2 or not spreads[-1] < COLLAPSED <= min(spreads[:-1]):
         return
-    if model is not None and max(_spreads(model)) >= COLLAPSED:
+    if max(_spreads(model)) >= COLLAPSED:
         return
     warnings.warn(
         f"the components of the rank-1 factors have become one: by step {rows[-1]['step']:.0f} their spread has "

@@ -58,14 +58,13 @@ class Shared:
     leaders: dict[int, Tensor] = field(
         default_factory=dict
     )  # the first weight of a layer, by all its tensors
-    asked: set[str] = field(default_factory=set)
+    claimed: set[str] = field(default_factory=set)  # what one layer of a conversion has, and no other
 
-    def is_first(self, role: str) -> bool:
-        """Whether nobody has asked so far in this conversion."""
-        if role in self.asked:
-            return False
-        self.asked.add(role)
-        return True
+    def claim(self, role: str) -> bool:
+        """Take a role that one layer of a conversion has; whether it was free."""
+        free = role not in self.claimed
+        self.claimed.add(role)
+        return free
 
     def join(self, tensors: list[Tensor]) -> None:
         """These are the tensors of one layer with several weights: what there is one of per layer, they share."""

@@ -202,11 +202,17 @@ class Rank1(Method):
         """Add the factors and one bias per component."""
         inputs = sum(slot.size for slot in layer.input_slots)
         output = inner = None
-        starts = self._starts(shared)
+        apart, start = (
+            self.random_sign_init,
+            self.random_sign_init,
+        )  # of the input factor, or the only one; of the other
+        if apart is None or start is None:
+            apart, start = (_APART if shared.claim("components apart") else 0.0), 0.0
         if self.factors != "input":
-            output = self._factor(layer.output_size, layer.weight, self.random == "input", starts["output"])
+            own = apart if self.factors == "output" else start
+            output = self._factor(layer.output_size, layer.weight, self.random == "input", own)
         if self.factors != "output":
-            inner = self._factor(inputs, layer.weight, self.random == "output", starts["input"])
+            inner = self._factor(inputs, layer.weight, self.random == "output", apart)
         add_component_axis(layer, "bias", self.components, shared)
         additive = self.perturbation == "additive"
         return Rank1Rule(name, self.components, output, inner, additive, self.clip, self.kl_reduction)
@@ -219,13 +225,6 @@ class Rank1(Method):
         if self.prior is None or isinstance(self.prior, priors.Neutral):
             return _own_prior(FAMILIES[self.posterior], self._neutral, self.prior)
         return self.prior
-
-    def _starts(self, shared: Shared) -> dict[str, float]:
-        """The ``random_sign_init`` of either factor of the next layer."""
-        if self.random_sign_init is not None:
-            return dict.fromkeys(("input", "output"), self.random_sign_init)
-        apart = "output" if self.factors == "output" else "input"
-        return {"input": 0.0, "output": 0.0, **({apart: _APART} if shared.is_first("components") else {})}
 
     def _factor(self, size: int, like: Tensor, point: bool, start: float) -> Factor:
         neutral, shape = self._neutral, (self.components, size)

@@ -29,9 +29,10 @@ _ENSEMBLE = "DeepEnsemble"
 ADVICE = (
     "Start with Rank1: on unlike data and networks its defaults had the lowest NLL of all that train one "
     "network, by the mean over classes and the median over real targets, and under shift only methods that "
-    "are worse than the plain network on clean rows had less. A step runs four components: where it may cost "
-    "no more than a plain one, take KTied, which gains less and is seldom worse; where five networks are no "
-    "obstacle, an ensemble of five; and compare with the plain network on rows that you have held out."
+    "are worse than the plain network on clean rows had less. A step computes every row four times: where "
+    "that is too much, take KTied, which does so once, gains less and is seldom worse; where five networks "
+    "are no obstacle, an ensemble of five; and compare with the plain network on rows that you have held "
+    "out."
 )
 
 

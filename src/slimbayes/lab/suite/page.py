@@ -158,8 +158,12 @@ def _cell(one: Difference | None, where: str) -> str:
     if one is None:
         return "–"
     value: Stat = getattr(one, where)
-    text = f"{_number(value.mean, sign=True)} ± {_number(value.error)}"
+    text = _with_error(value)
     return f"**{text}**" if where == "clean" and one.worse else text
+
+
+def _with_error(value: Stat) -> str:
+    return f"{_number(value.mean, sign=True)} ± {_number(value.error)}"
 
 
 def worse(rows: Sequence[Row]) -> list[str]:
@@ -167,7 +171,7 @@ def worse(rows: Sequence[Row]) -> list[str]:
     lines = ["| method | pairs | worse on |", "|---|---:|---|"]
     for name in OURS:
         own = differences(rows, name)
-        found = ", ".join(f"{one.pair} ({_cell(one, 'clean').strip('*')})" for one in own if one.worse)
+        found = ", ".join(f"{one.pair} ({_with_error(one.clean)})" for one in own if one.worse)
         if own:
             lines.append(f"| {name} | {len(own)} | {found or 'none'} |")
     return lines

@@ -202,12 +202,10 @@ class Rank1(Method):
         """Add the factors and one bias per component."""
         inputs = sum(slot.size for slot in layer.input_slots)
         output = inner = None
-        apart, start = (
-            self.random_sign_init,
-            self.random_sign_init,
-        )  # of the input factor, or the only one; of the other
-        if apart is None or start is None:
-            apart, start = (_APART if shared.claim("components apart") else 0.0), 0.0
+        given = self.random_sign_init
+        start = apart = 0.0 if given is None else given  # apart: of the input factor, or of the only one
+        if given is None and shared.claim("components apart"):
+            apart = _APART
         if self.factors != "input":
             own = apart if self.factors == "output" else start
             output = self._factor(layer.output_size, layer.weight, self.random == "input", own)
